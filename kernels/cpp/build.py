@@ -76,12 +76,15 @@ def build(folder: Path | None = None) -> Path:
     folder, name = folder or cache_folder(), f"attention-{_key(compiler)}.so"
     if _is_whole(folder / name):
         return folder / name
-    if not _can_write(folder):
-        folder = _temporary_folder()
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_whole(folder / name):
-            _compile(compiler, folder / name)
+    try:
+        if not _can_write(folder):
+            folder = _temporary_folder()
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_whole(folder / name):
+                _compile(compiler, folder / name)
+    except OSError as error:  # a disk that is full, or without locks, or another user's file
+        raise BuildError(f"{folder}: {error}; set VLLM_CACHE_ROOT to another folder") from error
     return folder / name
 
 

@@ -11,8 +11,10 @@ counts ``LAST`` times; the largest over a set's query heads. Rings are divided i
 size, so results do not depend on the batch.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING
 from .recall_rows import Judged, RecallRows
 from .recall_sinks import LOWEST
 from .recall_vectors import ask
+from .shapes import Shapes, empty
 from .strides import Tokens
 from .tiles import LENGTH, STEP, first_part
 
@@ -35,6 +38,8 @@ WEIGHED, PARTS = 64, 64
 """Units per program of ``_weigh``, and spans that it adds up at a time."""
 LAST = tl.constexpr(8.0)
 """Times that a head's last query counts."""
+SCRATCH = "asked", "sizes", "to_sinks", "of_units", "sums"
+"""Tensors of ``judged_shapes`` that nothing reads after the judge."""
 
 
 def tile_of_units(unit: int) -> tuple[int, int]:
@@ -89,19 +94,19 @@ def _judge(
     STAGES: tl.constexpr,
 ):
     """Write logarithms of each unit's sum of exponentials, and of the sums over a span."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
     if tl.load(columns + HOW) != JUDGED:
         return
     oldest = tl.load(columns + BEGIN)
     number = tl.load(columns + END) - oldest
-    span = tl.program_id(2) % SPANS
+    span = tl.program_id(0) % SPANS
     begin = span * SPAN
     if begin >= number:
         return
     ring = tl.load(columns + RING)
-    member = tl.program_id(2) // SPANS * QUERIES + tl.arange(0, QUERIES)
+    member = tl.program_id(0) // SPANS * QUERIES + tl.arange(0, QUERIES)
     asks = member % ASKING < tl.load(steps + row * STEP + LENGTH)
     asks = asks & (member < GROUP * ASKING)
     mine = (row * tl.num_programs(1) + head) * (GROUP * ASKING) + member
@@ -208,6 +213,38 @@ def _weigh(
     tl.store(evidence + mine * CAPACITY + unit, found, mask=inside)
 
 
+def judged_shapes(
+    num_rows: int,
+    at_once: int,
+    asking: int,
+    num_queries: int,
+    num_sets: int,
+    capacity: int,
+    unit: int,
+    head_size: int,
+) -> Shapes:
+    """Shapes of what the judge writes.
+
+    Args:
+        num_rows: strides.
+        at_once: most of them that scratch memory has room for.
+        asking: queries of a stride that judge.
+        num_queries: query heads; ``num_sets``: sets of them that select together.
+        capacity: places of a ring.
+        unit: tokens of a unit.
+        head_size: channels of a query.
+    """
+    each = min(num_rows, at_once), num_queries, asking
+    return {
+        "evidence": ((num_rows, num_sets, capacity), torch.float32),
+        "asked": ((*each, head_size), torch.int8),
+        "sizes": (each, torch.float32),
+        "to_sinks": (each, torch.float32),
+        "of_units": ((*each, capacity), torch.float32),
+        "sums": ((*each, triton.cdiv(capacity, span_of(unit))), torch.float32),
+    }
+
+
 class Judge:
     """Evidence of requests' queries for each of their stored units, in one layer.
 
@@ -237,15 +274,22 @@ class Judge:
         first = first_part(head_size, layer.value_size, layer.rows["ROW"])
         of_pages = ("kv", "scales", "page_stride", "word_stride", "CODE", "OF_ROWS")
         span = span_of(unit)
-        self.num_sets, self.capacity = num_sets, capacity
-        self._most_asking, self._spans = most_asking, triton.cdiv(capacity, span)
-        self._queries, self._head_size, self._device = num_queries, head_size, codes.device
+        self._sizes = {
+            "asking": most_asking,
+            "num_queries": num_queries,
+            "num_sets": num_sets,
+            "capacity": capacity,
+            "unit": unit,
+            "head_size": head_size,
+        }
+        spans = triton.cdiv(capacity, span)
         most = 64 if head_size <= 512 else 32  # by shared memory
         queries = min(most, max(16, triton.next_power_of_2(group * most_asking)))
         units, room = tile_of_units(unit)
         self._grids = (
             (num_queries, triton.cdiv(most_asking, QUERY_ROWS)),
-            (num_heads, self._spans * triton.cdiv(group * most_asking, queries)),
+            # The most programs, of which only the first axis may have more than 65,535.
+            (spans * triton.cdiv(group * most_asking, queries), num_heads),
             (num_sets, triton.cdiv(capacity, WEIGHED)),
         )
         self._ask = Launcher(
@@ -263,13 +307,13 @@ class Judge:
             TILE=QUERY_ROWS,
             num_warps=4,
         )
-        spans = {"CAPACITY": capacity, "SPANS": self._spans, "SPAN": span, "ASKING": most_asking}
+        shared = {"CAPACITY": capacity, "SPANS": spans, "SPAN": span, "ASKING": most_asking}
         self._judge = Launcher(
             _judge,
             codes=codes,
             scales=scales,
             rings=rings,
-            **spans,
+            **shared,
             GROUP=group,
             HEAD=head_size,
             FIRST=first,
@@ -282,7 +326,7 @@ class Judge:
         )
         self._weigh = Launcher(
             _weigh,
-            **spans,
+            **shared,
             HEADS=num_queries // num_sets,
             TILE=WEIGHED,
             PARTS=PARTS,
@@ -290,30 +334,43 @@ class Judge:
             num_warps=4,
         )
 
-    def room(
-        self, steps: torch.Tensor, table: torch.Tensor, recall: torch.Tensor, most_rows: int
-    ) -> dict[str, Any]:
-        """Memory for ``RecallRows``: ``evidence``, and ``parts`` of at most so many rows."""
-        own = {"dtype": torch.float32, "device": self._device}
-        evidence = torch.empty(len(steps), self.num_sets, self.capacity, **own)
-        parts = []
-        for first in range(0, len(steps), most_rows):
-            place = slice(first, first + most_rows)
-            each = len(steps[place]), self._queries, self._most_asking
-            asked = torch.empty(*each, self._head_size, dtype=torch.int8, device=self._device)
-            sizes, to_sinks = torch.empty(each, **own), torch.empty(each, **own)
-            of_units = torch.empty(*each, self.capacity, **own)
-            sums = torch.empty(*each, self._spans, **own)
-            made = evidence[place], asked, sizes, to_sinks, of_units, sums
-            parts.append(Judged(steps[place], table[place], recall[place], *made))
-        return {"evidence": evidence, "parts": parts}
+    def shapes(self, num_rows: int, at_once: int) -> Shapes:
+        """Of ``evidence``, and of scratch memory for so many rows at once."""
+        return judged_shapes(num_rows, at_once, **self._sizes)
+
+    def parts(
+        self,
+        steps: torch.Tensor,
+        table: torch.Tensor,
+        recall: torch.Tensor,
+        memory: Mapping[str, torch.Tensor],
+        judged: np.ndarray | None = None,
+    ) -> list[Judged]:
+        """For ``RecallRows``: as many rows each as ``memory`` has room for, which all use.
+
+        Args:
+            memory: tensors of ``shapes``.
+            judged: bool ``[R]``, which rows may have ``HOW`` at ``JUDGED``; None: all. A part
+                without any is left out.
+        """
+        scratch = {name: memory[name] for name in SCRATCH}
+        at_once, parts = len(memory["asked"]), []
+        for first in range(0, len(steps), max(at_once, 1)):
+            rows = slice(first, first + at_once)
+            if judged is None or judged[rows].any():
+                own = steps[rows], table[rows], recall[rows], memory["evidence"][rows]
+                each = {name: one[: len(own[0])] for name, one in scratch.items()}
+                parts.append(Judged(*own, **each))
+        return parts
 
     def __call__(self, tokens: Tokens, rows: RecallRows) -> None:
         """Write ``evidence``: units ``BEGIN .. END - 1`` in order; the rest is not written."""
         for part in rows.parts:
             if part.num_rows == 0:
                 continue
-            asks, judges, weighs = ((part.num_rows, *grid) for grid in self._grids)
+            asking, judging, weighing = self._grids
+            asks, weighs = (part.num_rows, *asking), (part.num_rows, *weighing)
+            judges = *judging, part.num_rows
             shared = {"steps": part.steps, "recall": part.recall}
             self._ask(
                 asks,
@@ -366,11 +423,10 @@ def judge_units(
         fp32 ``[R, S, capacity]``, units ``BEGIN .. END - 1`` in order; the rest is not written.
     """
     judge, tokens = Judge(**layer, num_queries=query.shape[1]), Tokens(query, query)
-    room = judge.room(steps, table, recall, max(len(steps), 1))
-    rows = RecallRows(steps, table, recall, **room)
+    room = empty(judge.shapes(len(steps), len(steps)), query.device)
+    rows = RecallRows(steps, table, recall, judge.parts(steps, table, recall, room))
     judge(tokens, rows)
-    assert rows.evidence is not None, "there is room"
-    return rows.evidence
+    return room["evidence"]
 
 
 def asking_reference(length: int, most: int) -> list[int]:

@@ -28,6 +28,7 @@ from .recall_columns import (
     SINKS,
 )
 from .recall_rows import RecallRows
+from .shapes import Shapes, empty
 from .stored import apart, check_scales, scale_place
 from .tiles import NEVER, OLD_SLOTS, STEP, slot_tile
 
@@ -260,6 +261,13 @@ def _bring(
         tl.store(at + apart(PAGE * UNIT, OF_ROWS), tl.load(kept + 1, mask=inside), mask=inside)
 
 
+def chosen_shapes(num_rows: int, num_sets: int, most: int) -> Shapes:
+    """Shapes of what the choice writes for so many strides; ``most``: units of a request."""
+    each, room = (num_rows, num_sets), triton.next_power_of_2(most)
+    shapes = {"chosen": (*each, room), "moves": (*each, room), "scratch": (*each, 3, room)}
+    return {name: (shape, torch.int32) for name, shape in shapes.items()}
+
+
 class Recaller:
     """Brings the units with the most evidence behind the sinks of requests, in one layer.
 
@@ -331,12 +339,9 @@ class Recaller:
             **shared,
         )
 
-    def room(self, num_rows: int, device: torch.device) -> dict[str, Any]:
-        """Memory for ``RecallRows``."""
-        each, own = (num_rows, self._num_sets), {"dtype": torch.int32, "device": device}
-        names = ("chosen", "moves")
-        made = {name: torch.empty(*each, self._room, **own) for name in names}
-        return made | {"scratch": torch.empty(*each, 3, self._room, **own)}
+    def shapes(self, num_rows: int) -> Shapes:
+        """Of ``chosen``, ``moves`` and ``scratch``."""
+        return chosen_shapes(num_rows, self._num_sets, self._most)
 
     def __call__(self, rows: RecallRows) -> None:
         """Write ``chosen``, numbers of the recalled units in stream order, and the pages.
@@ -390,7 +395,7 @@ def recall_units(
         int32 ``[R, S, room]``: numbers of the recalled units in stream order; ``room >= most``.
     """
     recaller = Recaller(layer, **store, capacity=evidence.shape[2])
-    room = recaller.room(len(steps), steps.device)
+    room = empty(recaller.shapes(len(steps)), steps.device)
     recaller(RecallRows(steps, table, recall, evidence=evidence, **room))
     return room["chosen"]
 

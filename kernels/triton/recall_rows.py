@@ -16,7 +16,7 @@ from .tiles import check_steps
 
 @dataclass(eq=False)
 class Judged:
-    """Some rows whose queries judge stored units at once, and scratch memory.
+    """Some rows whose queries judge stored units at once, and scratch memory, which others share.
 
     ``A`` queries of a stride judge at most.
 
@@ -54,7 +54,7 @@ class RecallRows:
         steps: int32 ``[R, STEP_COLUMNS]``.
         table: int32 ``[>= R, P]`` block numbers.
         recall: int32 ``[>= R, RECALL_COLUMNS]``.
-        parts: rows that are judged at once; all together, or a few at a time.
+        parts: rows that are judged at once: all together, or a few at a time.
         evidence: fp32 ``[R, S, capacity]``, of all parts.
         chosen, moves: int32 ``[R, S, room]``, recalled units, and the slots that they go to.
         scratch: int32 ``[R, S, 3, room]``.

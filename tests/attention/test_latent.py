@@ -118,7 +118,7 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
     memory, limits = workspace.workspace_of(query.device), impl._config.scheduler_config
     one, slots = query.new_empty(1, 4, 48), 80
     worst = workspace.worst_shapes(resolve(policy), limits, one, 1, 16, 32, slots)
-    chunks = workspace.chunk_shapes(32 // 16 + 3, one, 1, slots, 32)
+    chunks = workspace.worst_chunks(32 // 16 + 3, one, 1, slots, 32)
     assert worst["partial"][0][::3] == (32, 32) and worst["partial"][0][2] > 1
     most = max(workspace.size_of(worst), workspace.size_of(chunks))
     reserved = most + 4 * workspace.counters_of(worst)

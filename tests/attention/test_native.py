@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ path: odd shapes against the fp64 cache, which layers get it, how it is built."""
 
+import errno
 import gc
 import os
 import re
@@ -317,6 +318,20 @@ def test_compile_error(compiler: Path, tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match=r"failed: x\.cpp:1: error: odd"):
         build.build(tmp_path / "cache")
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("call", ["flock", "replace"])
+def test_a_cache_that_cannot_be_used(
+    call: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks that a file system does not have, a disk that is full: the caller runs in PyTorch."""
+
+    def refused(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build.fcntl if call == "flock" else build.os, call, refused)
+    with pytest.raises(build.BuildError, match=r"cache: .*No locks available; set VLLM_CACHE_ROOT"):
+        build.build(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("damage", ["short", "changed", "empty", "without note"])

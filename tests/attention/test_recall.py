@@ -105,7 +105,7 @@ def choose(
         ``[H * G, judged]``, of all queries.
     """
     layer = path._layer
-    judged = min(len(part), native_recall.CANDIDATES)
+    judged = min(len(part), evidence.most_scored(num))
     asked = np.empty((layer.num_heads * layer.group, judged), dtype=np.float32)
     listed = np.empty((layer.num_sets, judged), dtype=np.int64)
     chosen = np.empty((layer.num_sets, num), dtype=np.int64)
@@ -290,10 +290,9 @@ def test_few_queries_find_what_many_do(unit: int) -> None:
 
 def test_numbers_of_candidates() -> None:
     """Engines have too few units for them in quick tests, so the oracle's numbers are compared."""
-    names = "CANDIDATES", "FILTERING", "JUDGING"
-    for module in (evidence, native_recall):
-        for name in names:
-            assert getattr(module, name) == getattr(oracle, name), (module, name)
+    for name in ("CANDIDATES", "FILTERING", "JUDGING"):
+        assert getattr(evidence, name) == getattr(oracle, name), name
+    assert (native_recall.FILTERING, native_recall.JUDGING) == (oracle.FILTERING, oracle.JUDGING)
 
 
 @settings(max_examples=40, deadline=None)
@@ -344,9 +343,13 @@ def test_candidates(
     plain = new.query * layer.scale
     path, places = path_of(layer, unit, num_heads * group), np.arange(num_asking)
     sinks = sinks_of(path, layer, 1)
-    numbers = {"CANDIDATES": most, "FILTERING": few, "JUDGING": some}
-    with patch.multiple(evidence, **numbers), patch.multiple(native_recall, **numbers):
-        listed = evidence.candidates(layer, 1, part, plain)
+    numbers = {"FILTERING": few, "JUDGING": some}
+    with (
+        patch.object(evidence, "CANDIDATES", most),
+        patch.multiple(evidence, **numbers),
+        patch.multiple(native_recall, **numbers),
+    ):
+        listed = evidence.candidates(layer, 1, part, plain, most)
         to_sinks = evidence.to_sinks(layer, new.query, sinks)
         chosen = evidence.choose(layer, 1, part, plain, to_sinks, num)
         found = choose(path, part, num, row_addresses(new), places, np.zeros_like(places), PAGES, 1)
@@ -383,14 +386,33 @@ def test_candidates(
             assert all(value[u] >= last * (1 - 1e-4) for u in found[0][head_set].tolist())
 
 
+@pytest.mark.parametrize("num", [20, 30, 99])
+def test_more_units_than_candidates(num: int) -> None:
+    """As many as are brought back are judged; no text goes on, so these are the filter's."""
+    layer, log = layer_of(2, 8), Log(shape_of(4, 100, head_size=8))
+    torch.manual_seed(num)
+    write(log.grow(100), 1, torch.randn(2, 100, 4, 8) * 2, 5 * torch.arange(100))
+    part, query = log.part(0, 100), torch.randn(3, 2, 8) * 2
+    new, places = NewTokens(*(query,) * 4), np.arange(3)
+    path = path_of(layer, 4, 2)
+    sinks = evidence.to_sinks(layer, query, sinks_of(path, layer, 1))
+    with patch.object(evidence, "CANDIDATES", 20):
+        (slow,) = evidence.choose(layer, 1, part, query * layer.scale, sinks, num)
+        (fast,), (listed,), _ = choose(
+            path, part, num, row_addresses(new), places, 0 * places, PAGES, 1
+        )
+    (expected,) = evidence.candidates(layer, 1, part, query * layer.scale, num).tolist()
+    assert slow.tolist() == fast.tolist() == listed.tolist() == expected
+
+
 def test_queries_that_are_no_numbers() -> None:
     """A model that overflows gets some units, not memory that nothing wrote."""
     log = Log(shape_of(4, 100, head_size=8))
     write(log.grow(100), 1, torch.randn(2, 100, 4, 8))
-    rows = row_addresses([torch.full((2, 2, 8), torch.nan)] * 4)
-    places = np.arange(2)
+    new = [torch.full((2, 2, 8), torch.nan)] * 4  # kept: C++ has only its address
+    rows, places = row_addresses(new), np.arange(2)
     for most in (100, 20):
-        with patch.object(native_recall, "CANDIDATES", most):
+        with patch.object(evidence, "CANDIDATES", most):
             asked = rows, places, 0 * places, PAGES, 1
             (chosen,), *_ = choose(path_of(layer_of(2, 8), 4, 2), log.part(0, 100), 3, *asked)
         assert sorted(set(chosen.tolist())) == chosen.tolist() and len(chosen) == 3
@@ -464,10 +486,7 @@ def test_text_that_goes_on(continued: list[int], expected: list[int], candidates
     part, plain, num = log.part(0, 40), new.query * layer.scale, len(expected)
     path, places = path_of(layer, 2, 1), np.zeros(1, dtype=np.int64)
     sinks = evidence.to_sinks(layer, new.query, sinks_of(path, layer, 0))
-    with (
-        patch.object(evidence, "CANDIDATES", candidates),
-        patch.object(native_recall, "CANDIDATES", candidates),
-    ):
+    with patch.object(evidence, "CANDIDATES", candidates):
         (slow,) = evidence.choose(layer, 1, part, plain, sinks, num)
         (fast,), *_ = choose(path, part, num, row_addresses(new), places, places, PAGES, 0)
     assert slow.tolist() == fast.tolist() == expected

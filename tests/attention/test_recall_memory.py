@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_recall import shape_of
 from tests.conftest import ROOT
+from vllm_cascade.engine import recall_memory
 from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
@@ -378,3 +381,39 @@ def test_memory_returns_to_the_system() -> None:
     )
     logs.clear()
     assert not live and process.memory_info().rss - before < 0.05 * expected
+
+
+# --- what the host has ----------------------------------------------------------------------------
+
+VERSION_1 = {
+    "limit": "memory/memory.limit_in_bytes",
+    "used": "memory/memory.usage_in_bytes",
+    "stat": ("memory/memory.stat", "total_inactive_file"),
+}
+VERSION_2 = {
+    "limit": "memory.max",
+    "used": "memory.current",
+    "stat": ("memory.stat", "inactive_file"),
+}
+
+
+@pytest.mark.parametrize("version", [VERSION_1, VERSION_2], ids=["v1", "v2"])
+def test_memory_of_a_container(
+    version: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 GiB, of which a process has 1 and files' pages 10, which the kernel gives up on demand."""
+    (tmp_path / "memory").mkdir()
+    gib = 2**30
+    monkeypatch.setattr(recall_memory, "CGROUP", tmp_path)
+    host = SimpleNamespace(available=64 * gib)
+    monkeypatch.setattr(recall_memory.psutil, "virtual_memory", lambda: host)
+    (tmp_path / version["limit"]).write_text(f"{12 * gib}\n")
+    (tmp_path / version["used"]).write_text(f"{11 * gib}\n")
+    file, name = version["stat"]
+    (tmp_path / file).write_text(f"anon {gib}\n{name} {10 * gib}\n")
+    assert recall_memory.available_bytes() == 11 * gib
+    host.available = 3 * gib
+    assert recall_memory.available_bytes() == 3 * gib
+    for without in ("max\n", f"{2**63 - 4096}\n"):  # as the two versions say it
+        (tmp_path / version["limit"]).write_text(without)
+        assert recall_memory.available_bytes() == 3 * gib

@@ -559,14 +559,14 @@ def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     plain, layer, stores = two_layers(shape, settings, 16, monkeypatch)
     judged: list[int] = []
 
-    room = Judge.room
+    parts_of = Judge.parts
 
-    def noted(judge: Judge, *args: Any) -> dict[str, Any]:
-        made = room(judge, *args)
-        judged.extend(part.num_rows for part in made["parts"])
+    def noted(judge: Judge, *args: Any) -> list[Any]:
+        made = parts_of(judge, *args)
+        judged.extend(part.num_rows for part in made)
         return made
 
-    monkeypatch.setattr(Judge, "room", noted)
+    monkeypatch.setattr(Judge, "parts", noted)
     table, names = torch.arange(1, 16).view(3, 5).int(), ["a", "b", "c"]
     monkeypatch.setattr(layer.builder.requests, "names", lambda common: names, raising=False)
     layer.builder.stores.note(

@@ -5,6 +5,7 @@
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ import torch
 from tests.kernels import recall_checks as checks
 from tests.kernels.random_pool import Case
 from tests.kernels.stride_checks import check_insert_strides
-from vllm_cascade.kernels.triton.recall import span_of, tile_of_units
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.cached import CachedLayer
+from vllm_cascade.kernels.triton.recall import Judge, span_of, tile_of_units
 from vllm_cascade.kernels.triton.recall_choose import chosen_reference
 from vllm_cascade.kernels.triton.recall_copy import WORDS, copy_ring
+from vllm_cascade.kernels.triton.shapes import empty
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = {"head_size": 16, "num_heads": 1}
@@ -70,6 +74,43 @@ CASES |= {
     )
 }  # fmt: skip
 OFTEN = ("3", "4-heads", "16", "interleaved")
+
+
+MOST_PROGRAMS = 65_535
+"""Of a grid's second and third axis; the first may have 2**31 - 1."""
+
+
+@pytest.mark.parametrize(
+    ("group", "head_size", "latent", "stored", "asking"),
+    [
+        pytest.param(20, 576, 512, 1 << 18, 256, id="latent"),
+        pytest.param(128, 576, 512, 1 << 18, 32, id="all-heads-on-a-rank"),
+        pytest.param(48, 128, None, 1 << 20, 256, id="one-kv-head"),
+    ],
+)
+def test_grids_of_long_stores(
+    group: int, head_size: int, latent: int | None, stored: int, asking: int
+) -> None:
+    """A card refuses a launch with more; nothing runs here."""
+    unit, nowhere = 16, {"device": "meta"}
+    row = head_size if latent else 2 * head_size
+    words = torch.empty(4, 1, 1, dtype=torch.int32, **nowhere)
+    kv = torch.empty(4, 1, unit, row, dtype=torch.bfloat16, **nowhere)
+    layer = CachedLayer(kv=kv, rank=words, born=words, latent=latent)
+    codes = torch.empty(1, stored // unit, unit, head_size, dtype=torch.int8, **nowhere)
+    scales = torch.empty(codes.shape[:3], **nowhere)
+    judge = Judge(codes, scales, layer, stored // unit, group, asking)
+    grids: list[tuple[int, ...]] = []
+    for name in ("_ask", "_judge", "_weigh"):
+        setattr(judge, name, lambda grid, *args, **own: grids.append(grid))
+    rows = 1024
+    steps = torch.empty(rows, columns.STEP_COLUMNS, dtype=torch.int32, **nowhere)
+    recall = torch.empty(rows, columns.RECALL_COLUMNS, dtype=torch.int32, **nowhere)
+    table = torch.empty(rows, 2, dtype=torch.int32, **nowhere)
+    parts = judge.parts(steps, table, recall, empty(judge.shapes(rows, rows), torch.device("meta")))
+    judge(SimpleNamespace(variant=0, query=None, places=(0,)), SimpleNamespace(parts=parts))
+    assert len(grids) == 3
+    assert all(max(grid[1:]) <= MOST_PROGRAMS for grid in grids), grids
 
 
 def seeds(number: int) -> pytest.MarkDecorator:

@@ -128,8 +128,9 @@ class RecallSim:
             return
         queries, scale = in_8_bits(queries), scale or keys.shape[2] ** -0.5
         stored = every
-        if len(stored) > CANDIDATES:
-            stored = self.candidates(stored, queries, keys, scale)
+        most = max(CANDIDATES, number)
+        if len(stored) > most:
+            stored = self.candidates(stored, most, queries, keys, scale)
             which = largest(queries, JUDGING)
             queries, sinks = of_each_head(queries, which), of_each_head(sinks, which)
         unit, num_heads = self.settings.unit, len(keys)
@@ -162,9 +163,9 @@ class RecallSim:
             self.near += 1
 
     def candidates(
-        self, stored: list[int], queries: Tensor, keys: Tensor, scale: float
+        self, stored: list[int], number: int, queries: Tensor, keys: Tensor, scale: float
     ) -> list[int]:
-        """The units that a few of the queries, which have 8 bits, ask for most.
+        """The `number` units that a few of the queries, which have 8 bits, ask for most.
 
         As if a unit's keys were normally distributed, with the same variance in all directions,
         for which a weight of one half would be exact.
@@ -182,7 +183,7 @@ class RecallSim:
                 logits = mean @ query + SPREAD * spread * (query @ query)
                 most = torch.maximum(most, logits.softmax(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(most[i]), i))
-        return sorted(stored[i] for i in order[:CANDIDATES])
+        return sorted(stored[i] for i in order[:number])
 
     def hint(self, kept: list[int], num_sinks: int) -> list[int]:
         """The units that another implementation shows, from all of its tokens."""

@@ -26,16 +26,29 @@ from vllm_cascade.recall.memory import GIB, RecallMemory, check_one_fits
 SHARE = 0.25
 """Part of the host's available memory that the default of ``recall_memory`` may take."""
 CGROUP = Path("/sys/fs/cgroup")
+LIMITS = (
+    ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        ("memory/memory.stat", "total_inactive_file"),
+    ),
+)
+"""Of control groups in both versions: the limit, what is used, and which part of that is a cache of
+files, which the kernel gives up for a process that asks for memory."""
 
 
 def available_bytes() -> int:
     """Host memory that this process may still take, within its control group."""
     free = psutil.virtual_memory().available
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        return min(free, limit - int((CGROUP / "memory.current").read_text()))
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        return free
+    for limit, used, cache in LIMITS:
+        try:
+            most = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+            stat = dict(line.split() for line in (CGROUP / cache[0]).read_text().splitlines())
+            free = min(free, most + int(stat[cache[1]]))
+        except (OSError, ValueError, KeyError):  # no such control group, or no limit ("max")
+            continue
+    return free
 
 
 def unit_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:

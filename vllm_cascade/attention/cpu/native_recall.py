@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.attention.evicted import Evicted
-from vllm_cascade.attention.torch.recall import CANDIDATES, FILTERING, JUDGING
+from vllm_cascade.attention.torch.recall import FILTERING, JUDGING, most_scored
 from vllm_cascade.kernels.columns import NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
@@ -123,7 +123,7 @@ def asking_of(
         places=places.ctypes.data,
         positions=positions.ctypes.data,
         num=len(places),
-        num_candidates=CANDIDATES,
+        num_candidates=most_scored(num_chosen),
         num_filtering=FILTERING,
         num_judging=JUDGING,
         num_chosen=num_chosen,

@@ -457,6 +457,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             width=widest(rows.steps, schedule.unit),
             recall=recalled,
             recalls=recalls,
+            judged=None if recall is None else recall[rows.request, HOW] == JUDGED,
         )
 
     # --- strides in which nobody is compared ------------------------------------------------------

@@ -29,6 +29,8 @@ from vllm_cascade.attention.cuda.workspace import (
     split_of,
     stride_shapes,
     workspace_of,
+    worst_chunks,
+    worst_recall,
     worst_shapes,
     worst_singles,
 )
@@ -120,7 +122,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         self._config = get_current_vllm_config_or_none()
 
     def reserve(self, query: torch.Tensor) -> None:
-        """The kernels' workspace, for good; what recall needs at a time, for the profile only."""
+        """The kernels' workspace, for good; what drafts need, for the profile only."""
         config = self._config
         policy = None if config is None else policy_of(config.additional_config)
         if config is None or policy is None:
@@ -141,12 +143,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         scored = slots if policy.uses_attention else 0
         singles = worst_singles(num, heads, splits, size, scored, sets)
         strides = limits.max_num_batched_tokens // policy.prefill_stride + num
-        chunks = chunk_shapes(strides, query, self.num_kv_heads, slots, self.latent)
-        num_bytes = max(map(size_of, (singles, worst, chunks)))
+        chunks = worst_chunks(strides, query, self.num_kv_heads, slots, self.latent)
+        recalled = worst_recall(policy, num, heads, sets, self.head_size)
+        num_bytes = max(*map(size_of, (singles, worst, chunks)), recalled)
         workspace_of(device).reserve(num_bytes, counters_of(worst))
-        stored = policy.recall_store // policy.unit if policy.recall else 0
-        worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
-        del worth
         if self._saved is None and (drafts := most_drafts(config)):
             row = 2 * self.head_size if self.latent is None else self.head_size
             num_bytes = num * drafts * self.num_kv_heads * (row * query.element_size() + 20)
@@ -187,7 +187,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare comes first"
         where = self._layer, self._pages, self._stored
-        self.recall = LayerRings(*where, stores, index, most_queries)
+        config = self._config
+        most = stores.num_requests if config is None else config.scheduler_config.max_num_seqs
+        self.recall = LayerRings(*where, stores, index, most_queries, most)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
@@ -239,7 +241,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             softcap=self.softcap,
             num_queries=num_queries,
             latent=self.latent,
-            stored=self._stored,
+            stored=self._stored if pages is self._pages else stored_of(pages),
             dtype=tokens.key.dtype,
         )
         sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
@@ -276,9 +278,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _thrown_away(self, kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
         """Views of a page pool on which vLLM measures memory; of codes that it may call floats."""
         quantised = Quantised.of(self.kv_cache_dtype, (1.0, 1.0), self.latent)
-        pages = page_views(kv_cache.view(spec.dtype), spec, quantised)
-        self._stored = stored_of(pages)
-        return pages
+        return page_views(kv_cache.view(spec.dtype), spec, quantised)
 
     def _decode(
         self,
@@ -297,7 +297,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
             )
         recalling = None
-        if self.recall is not None:
+        if self.recall is not None and any(decode.recalls):
             recalling = self._recall_rows(self.recall, decode)
             self.recall.choose(tokens, recalling, single=True, does=decode.recalls)
         if not decode.leads:
@@ -340,9 +340,12 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         found = rows.recalling.get(which)
         if found is None:
             assert rows.recall is not None, "the builder has stores, too"
+            judged = rows.judged if isinstance(rows, PrefillRows) else None
             own = rows.table, rows.steps, rows.recall
-            found = recall.rows(*own, self.num_heads, columns)
-            if not _is_captured(rows.steps.device):
+            found = recall.rows(*own, self.num_heads, columns, judged)
+            if _is_captured(rows.steps.device):
+                workspace_of(rows.steps.device).keep()
+            else:
                 rows.recalling[which] = found
         return found
 
@@ -446,7 +449,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
         """Gather what is cached, attend, add up what keys received, choose and write."""
         recalling = None
-        if self.recall is not None:
+        if self.recall is not None and any(rows.recalls):
             recalling = self._recall_rows(self.recall, rows, columns=rows.width)
             self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
         shared = rows.strides.get((self.num_heads, self.head_size))

@@ -91,6 +91,7 @@ class PrefillRows:
             that is more.
         recall: int32 ``[R, RECALL_COLUMNS]``; None without recall.
         recalls: what the strides do by ``recall``.
+        judged: bool ``[R]`` on the host, which of them select units by evidence; None: any may.
         strides, recalling: launch arguments and the kernels' shared memory, by number and size of
             the layer's query heads. The first layer builds them for all layers.
     """
@@ -106,6 +107,7 @@ class PrefillRows:
     width: int
     recall: torch.Tensor | None = None
     recalls: Recalls = EVERYTHING
+    judged: np.ndarray | None = None
     strides: dict[tuple[int, int], Strides] = field(default_factory=dict)
     recalling: dict[tuple[int, int], RecallRows] = field(default_factory=dict)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.attention.cuda.metadata import EVERYTHING, Recalls
+from vllm_cascade.attention.cuda.workspace import judged_at_once, workspace_of
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.torch import recall as evidence
@@ -35,6 +36,7 @@ class LayerRings:
         stored: how the pages' rows are stored in 8 bits, or None.
         index: of the layer in them.
         most_queries: tokens of a stride that choose.
+        most_requests: that may run at once, with rings or without.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class LayerRings:
         rings: Rings,
         index: int,
         most_queries: int,
+        most_requests: int,
     ) -> None:
         self._layer, self._pages, self._most_queries = layer, pages, most_queries
+        self._most_requests = most_requests
         assert pages.token is not None, "recall keeps units' indices"
         scales = rings.row_scales
         self._row_scales = None if scales is None else scales[index]
-        self._shape, self._num_requests = rings.shape, rings.num_requests
+        self._shape = rings.shape
         self._rows, self._codes, self._scales = (
             tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
         )
@@ -93,21 +97,28 @@ class LayerRings:
         recall: torch.Tensor,
         num_queries: int,
         columns: int | None = None,
+        judged: np.ndarray | None = None,
     ) -> RecallRows:
         """Launch arguments for strides, and memory that all layers can share.
+
+        What is used until units are chosen is carved from the workspace; what ``before`` and
+        ``store`` use, while attention has the workspace, is allocated.
 
         Args:
             recall: int32 ``[R, RECALL_COLUMNS]``.
             num_queries: query heads.
             columns: units per row of ``keep``; None: strides of one token, which have none.
+            judged: as in ``PrefillRows``.
         """
         asking = 1 if columns is None else self._most_queries
-        # What memory is profiled for: the queries of one stride, or one of each request.
-        most_rows = max(self._num_requests // asking, 1)
-        judged = self._judge(asking, num_queries).room(steps, table, recall, most_rows)
-        chosen = self._recaller.room(len(steps), steps.device)
-        stored = self._store.room(len(steps), table.shape[1], columns, steps.device)
-        return RecallRows(steps, table, recall, **judged, **chosen, **stored)
+        judge, num_rows = self._judge(asking, num_queries), len(steps)
+        at_once = judged_at_once(self._most_requests, asking)
+        shapes = {**judge.shapes(num_rows, at_once), **self._recaller.shapes(num_rows)}
+        memory = workspace_of(steps.device).carve(shapes)
+        parts = judge.parts(steps, table, recall, memory, judged)
+        chosen = {name: memory[name] for name in ("evidence", "chosen", "moves", "scratch")}
+        stored = self._store.room(num_rows, table.shape[1], columns, steps.device)
+        return RecallRows(steps, table, recall, parts, **chosen, **stored)
 
     def _judge(self, asking: int, num_queries: int) -> Judge:
         if asking not in self._judges:

@@ -93,7 +93,7 @@ def _launching_all(wave: DeviceWave) -> DeviceWave:
     Rows without a request do nothing by them.
     """
     decode = wave.decode and replace(wave.decode, recalls=EVERYTHING)
-    prefill = [replace(rows, recalls=EVERYTHING) for rows in wave.prefill]
+    prefill = [replace(rows, recalls=EVERYTHING, judged=None) for rows in wave.prefill]
     return replace(wave, decode=decode, prefill=prefill)
 
 

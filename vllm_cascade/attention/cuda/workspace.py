@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory of the kernels outside graphs, shared by all layers, strides and tokens.
+"""Scratch memory of the kernels, shared by all layers, strides and tokens.
 
 Kernels run one after another, so one buffer and one row of counters serve all. Every kernel resets
 its counters to 0. vLLM's profiling run reserves both for the worst batch (``reserve``), so that
@@ -7,7 +7,6 @@ vLLM sizes the page pool by the memory that is left. Strides then allocate nothi
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +15,13 @@ from vllm.config import SchedulerConfig
 from vllm_cascade.kernels.triton.column_sums import num_sums
 from vllm_cascade.kernels.triton.configs import Split, stride_split
 from vllm_cascade.kernels.triton.insert_stride import num_programs
+from vllm_cascade.kernels.triton.recall import judged_shapes
+from vllm_cascade.kernels.triton.recall_choose import chosen_shapes
+from vllm_cascade.kernels.triton.shapes import Shapes
 from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import LINE_WORDS, NUMBER_ROWS, VALUE_ROWS
 from vllm_cascade.policies.policy import Policy
 
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNED = 256
 """Alignment of tensors in bytes. A pointer's alignment selects a kernel variant."""
 MOST_GATHERED = 128 << 20
@@ -39,6 +40,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._counters = torch.empty(0, dtype=torch.int32, device=device)
+        self._of_graphs: dict[int, torch.Tensor] = {}
         self.grown = 0
 
     @property
@@ -62,6 +64,10 @@ class Workspace:
             made[name] = self._memory[begin : begin + size].view(dtype).view(shape)
             begin += -(-size // ALIGNED) * ALIGNED
         return made
+
+    def keep(self) -> None:
+        """Never free the buffer as it is now: a captured graph writes into it."""
+        self._of_graphs[self._memory.data_ptr()] = self._memory
 
     def counters(self, number: int) -> torch.Tensor:
         """Zeroed int32 counters; kernels must reset them."""
@@ -163,10 +169,21 @@ def chunk_shapes(
         most_cached: most tokens that a stride sees before its own.
         latent: channels of a latent row's value, or None.
     """
-    row = query.shape[2] * (1 if latent else 2)
-    most = rows_at_once(num_heads * most_cached * row)
-    shape = min(num_rows, most), num_heads, max(most_cached, 1), row
+    row, cached = query.shape[2] * (1 if latent else 2), max(most_cached, 1)
+    most = rows_at_once(num_heads * cached * row)
+    shape = min(num_rows, most), num_heads, cached, row
     return {"gathered": (shape, query.dtype)}
+
+
+def worst_chunks(
+    num_rows: int, query: torch.Tensor, num_heads: int, slots: int, latent: int | None
+) -> Shapes:
+    """``chunk_shapes`` of the strides that need the most memory: strides that see fewer cached
+    tokens than ``slots``, those of a request, may be more at a time."""
+    (gathered,) = chunk_shapes(1, query, num_heads, slots, latent).values()
+    one = math.prod(gathered[0])
+    most = min(max(MOST_GATHERED, one), num_rows * one)
+    return {"gathered": ((most,), query.dtype)}
 
 
 def worst_singles(
@@ -187,6 +204,40 @@ def worst_singles(
         "new_score": (num_rows, num_sets),
     }
     return {name: (shape, torch.float32) for name, shape in shapes.items()}
+
+
+def judged_at_once(most_requests: int, asking: int) -> int:
+    """Strides in a launch of recall's judge, if so many queries of each judge: as many queries as
+    there may be requests that decode, of each of which one judges."""
+    return max(most_requests // asking, 1)
+
+
+def worst_recall(
+    policy: Policy, most_requests: int, num_queries: int, num_sets: int, head_size: int
+) -> int:
+    """Bytes of what recall's kernels leave each other while units are chosen, at most.
+
+    Args:
+        most_requests: ``max_num_seqs``.
+        num_queries, num_sets, head_size: as for ``judged_shapes``.
+    """
+    if not policy.recall:
+        return 0
+    chosen = size_of(chosen_shapes(most_requests, num_sets, policy.recall))
+    judged = [
+        judged_shapes(
+            most_requests,
+            judged_at_once(most_requests, asking),
+            asking,
+            num_queries,
+            num_sets,
+            policy.recall_store // policy.unit,
+            policy.unit,
+            head_size,
+        )
+        for asking in (1, policy.recall_queries)
+    ]
+    return chosen + max(map(size_of, judged))
 
 
 def counters_of(shapes: Shapes) -> int:
@@ -212,25 +263,35 @@ def worst_shapes(
     latent: int | None,
     slots: int,
 ) -> Shapes:
-    """``stride_shapes`` of the most strides in a launch, one of them of the greatest length.
+    """``stride_shapes`` of the strides in a launch that need the most memory.
+
+    More of them fit into a launch if they have fewer slots in use (``rows_at_once``).
 
     Args:
         latent: channels of a latent row's value, or None.
         slots: of a request.
     """
-    tokens = limits.max_num_batched_tokens
-    longest = policy.capacity + min(policy.prefill_stride, tokens)
-    most = rows_at_once(num_heads * slots * query.shape[2] * (1 if latent else 2))
-    return stride_shapes(
-        num_rows=max(min(limits.max_num_seqs, tokens // 2, most), 1),
-        num_sets=num_heads if policy.head_policy == "per_kv_head" else 1,
-        width=longest // policy.unit + 1,
-        num_tokens=tokens,
-        query=query,
-        num_heads=num_heads,
-        unit=policy.unit,
-        reduction=policy.head_reduction if policy.uses_attention else None,
-        splits=split_of(policy, query, least).splits,
-        most_slots=slots,
-        latent=latent,
-    )
+    tokens, sets = limits.max_num_batched_tokens, 1
+    if policy.head_policy == "per_kv_head":
+        sets = num_heads
+    row = num_heads * query.shape[2] * (1 if latent else 2)
+    splits = split_of(policy, query, least).splits
+    worst: list[Shapes] = []
+    for num_rows in range(1, max(min(limits.max_num_seqs, tokens // 2), 1) + 1):
+        most = slots if num_rows == 1 else min(slots, MOST_GATHERED // (num_rows * row))
+        longest = min(policy.capacity, most) + min(policy.prefill_stride, tokens)
+        shapes = stride_shapes(
+            num_rows=num_rows,
+            num_sets=sets,
+            width=longest // policy.unit + 1,
+            num_tokens=tokens,
+            query=query,
+            num_heads=num_heads,
+            unit=policy.unit,
+            reduction=policy.head_reduction if policy.uses_attention else None,
+            splits=splits,
+            most_slots=most,
+            latent=latent,
+        )
+        worst.append(shapes)
+    return max(worst, key=size_of)

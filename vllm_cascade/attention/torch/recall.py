@@ -35,7 +35,7 @@ LEVELS = 127
 """Quantisation steps of a key's or query's largest channel."""
 
 CANDIDATES = 512
-"""Most units that are scored by all of their keys."""
+"""Most units that are scored by all of their keys, unless more are selected."""
 
 FILTERING, JUDGING = 5, 16
 """Most queries of a query head that select candidates, and that score them."""
@@ -163,7 +163,7 @@ def choose(
         index: the layer's index in the log.
         queries, sinks: as for ``asked``.
     """
-    listed = candidates(layer, index, units, queries)
+    listed = candidates(layer, index, units, queries, most_scored(num))
     if listed is not None:
         which = largest(queries, JUDGING)
         queries, sinks = taken(queries, which), sinks.gather(0, which)
@@ -172,6 +172,11 @@ def choose(
     for head_set, row in enumerate(found.numpy()):
         worth[head_set, slice(None) if listed is None else listed[head_set].numpy()] = row
     return [np.sort(most_asked(row, num)) for row in with_next(index, units, worth)]
+
+
+def most_scored(num: int) -> int:
+    """Units that are scored by all of their keys where ``num`` are selected."""
+    return max(CANDIDATES, num)
 
 
 def with_next(index: int, units: Part, worth: np.ndarray) -> np.ndarray:
@@ -188,9 +193,9 @@ def with_next(index: int, units: Part, worth: np.ndarray) -> np.ndarray:
 
 
 def candidates(
-    layer: LayerConfig, index: int, units: Part, queries: torch.Tensor
+    layer: LayerConfig, index: int, units: Part, queries: torch.Tensor, most: int
 ) -> torch.Tensor | None:
-    """The units that are scored by all of their keys, int64 ``[sets, CANDIDATES]``, ascending.
+    """The ``most`` units that are scored by all of their keys, int64 ``[sets, most]``, ascending.
 
     A unit's probability is estimated as if the logits of its keys were normally distributed: the
     mean of their exponentials is then the exponential of their mean plus half of their variance.
@@ -200,7 +205,7 @@ def candidates(
     Returns:
         None if these are all units.
     """
-    if len(units) <= CANDIDATES:
+    if len(units) <= most:
         return None
     few = taken(queries, largest(queries, FILTERING))
     flat, steps = _rounded(_by_heads(layer, few))
@@ -213,7 +218,7 @@ def candidates(
     logits = products * scale.unsqueeze(1) * steps + SPREAD * norms * spread.unsqueeze(1)
     worth = logits.softmax(-1).unflatten(1, (-1, len(few))).amax(2)
     rows = over_heads(layer, worth).numpy()
-    return torch.from_numpy(np.stack([np.sort(most_asked(row, CANDIDATES)) for row in rows]))
+    return torch.from_numpy(np.stack([np.sort(most_asked(row, most)) for row in rows]))
 
 
 def asked(
