@@ -717,3 +717,28 @@ def test_a_prompt_part_that_begins_inside_a_unit(path: str, unit: int) -> None:
             at = stop
         torch.testing.assert_close(output.double(), torch.cat(expected), atol=2e-5, rtol=2e-5)
     assert layer.policy.capacity < 45
+
+
+def test_sinks_of_changed_weights(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer attends with new sinks as one that was made with them."""
+    shape, settings = Shape(sinks=True), {"name": "sink", "budget": 16, "prefill_stride": 8}
+    heads = shape.num_kv_heads * shape.group
+    layer = PagedLayer(shape, settings, 8)
+    monkeypatch.setattr(Shape, "sink_logits", torch.linspace(3.0, -1.0, heads))
+    other = PagedLayer(shape, settings, 8)
+    table = torch.arange(1, 5, dtype=torch.int32)[None]
+
+    def step(layer: PagedLayer, begin: int, end: int) -> torch.Tensor:
+        torch.manual_seed(begin)
+        query = torch.randn(end - begin, heads, shape.head_size)
+        key, value = torch.randn(2, end - begin, shape.num_kv_heads, shape.head_size)
+        new = [end - begin], [begin], [begin == 0], table, query, key, value
+        return layer.step(*new, lambda x, _: x).clone()
+
+    assert not torch.allclose(step(layer, 0, 24), step(other, 0, 24))
+    layer.impl.sinks = shape.sink_logits.bfloat16().float()  # the same numbers, as weights
+    other.impl.sinks = layer.impl.sinks
+    for one in (layer, other):
+        one.impl.read_sinks()
+    for begin, end in ((24, 25), (25, 41), (41, 42)):
+        assert torch.equal(step(layer, begin, end), step(other, begin, end))

@@ -32,6 +32,7 @@ from vllm_cascade.kernels.triton.recall import Judge
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall import rings as ring_stores
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import Log
 from vllm_cascade.recall.rings import (
@@ -319,9 +320,29 @@ def test_a_prompt_that_grows_keeps_its_ring() -> None:
         rings.note(output(scheduled_new_reqs=[new("a", 1)]))
 
 
+class LateMove:
+    """A part of a copy that is made when somebody waits for it."""
+
+    def __init__(self, *tensors: tuple[torch.Tensor, ...]) -> None:
+        self._left = list(zip(*tensors, strict=True))
+
+    def exception(self) -> None:
+        while self._left:
+            filled, kept = self._left.pop()
+            kept.copy_(filled)
+
+    result = exception
+
+
+@pytest.mark.parametrize("settle", [Copies([torch.zeros(1, 1)]).settle, LateMove])
+@pytest.mark.parametrize("staged", [1, 1 << 20], ids=["by chunks", "at once"])
 @pytest.mark.parametrize("end", [0, 5, 17, 90])
-def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
-    """Also of one that has wrapped; another worker's ring begins with it, as named tensors."""
+def test_sessions_keep_a_copy_of_a_ring(
+    end: int, staged: int, settle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that has wrapped; another worker's ring begins with it, as named tensors. Memory
+    for what is under way is two parts, however large a ring is."""
+    monkeypatch.setattr(ring_stores, "STAGED", staged)
     shape, generator = shape_of(4, 40), torch.Generator().manual_seed(0)
     rings, other = Rings(shape, 2, CPU), Rings(shape, 3, CPU)
     rings.note(output(scheduled_new_reqs=[new("x", 7), new("a", 1)]))
@@ -339,8 +360,8 @@ def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
         return [tensor[:, :, first : first + stored].clone() for tensor in own]
 
     wanted = held(rings, number)
-    saved = rings.save(1, Copies([torch.zeros(1, 1)]).settle)
-    assert saved is not None and rings.save(5, Copies([torch.zeros(1, 1)]).settle) is None
+    saved = rings.save(1, settle)
+    assert saved is not None and rings.save(5, settle) is None
     assert saved.num_bytes == -(-stored // CHUNK_UNITS) * chunk_bytes(shape)
     rings.note(output(finished_req_ids={"a"}))
     for tensor in tensors:
@@ -355,6 +376,10 @@ def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
         assert all(map(torch.equal, held(other, place), wanted))
         assert (other.end[place], other.shown[place]) == (end, min(end, 2))
         assert other.selected_by_many[place]
+        part = max(staged // chunk_bytes(shape), 1) * chunk_bytes(shape)
+        for store in (rings, other):
+            sizes = [sum(words.nbytes for words in one.words) for one in store._staging]
+            assert sizes == [part, part]
     with pytest.raises((KeyError, ValueError)):
         other.units_of({**named, "ring.0": named["ring.0"][:, :, :1]}, ())
     with pytest.raises(ValueError, match="no pieces"):

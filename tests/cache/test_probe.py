@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.oracle.families import COMMON, FAMILIES, Family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS
+from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
 from vllm_cascade.models import probe
 from vllm_cascade.models.architectures import frequencies
 from vllm_cascade.models.norms import move_key_weights
@@ -164,3 +166,17 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "frequencies", lambda *_: inv_freq)
     found = probe.rotaries_of(model, {"layers.0.attn": Attention()}, config)["layers.0.attn"]
     assert found is not None and found.inv_freq is inv_freq and not found.is_neox
+
+
+@pytest.mark.parametrize("call", ["reload_weights", "finish_weight_update"])
+def test_weights_that_change(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of vLLM's ways to change a running model's weights: what the first ones had is done."""
+    order: list[str] = []
+    monkeypatch.setattr(CPUWorker, call, lambda self: order.append("vLLM"))
+    worker = CPUKVPolicyWorker.__new__(CPUKVPolicyWorker)
+    monkeypatch.setattr(worker, "_move_key_weights", lambda: order.append("keys"), raising=False)
+    impl = SimpleNamespace(read_sinks=lambda: order.append("sinks"))
+    layers = {"a": SimpleNamespace(impl=impl)}
+    monkeypatch.setattr(worker, "_all_layers", lambda: layers, raising=False)
+    getattr(worker, call)()
+    assert order == ["vLLM", "keys", "sinks"]

@@ -108,7 +108,8 @@ def test_what_was_saved_is_ordinary_memory_of_its_own() -> None:
     side, own = LateStream(), pools(2)
     made = StreamCopies(own, side)
     filled = tuple(pool.clone() for pool in own)
-    settled = made.settle(filled).result(30)
+    settled = tuple(torch.empty_like(pool) for pool in own)
+    made.settle(filled, settled).result(30)
     for tensor in filled:
         tensor.zero_()
     assert all(map(torch.equal, settled, own))

@@ -179,6 +179,12 @@ class KVPolicyImpl(AttentionImpl[Any]):
         """
         raise NotImplementedError
 
+    def read_sinks(self) -> None:
+        """Take new learned sinks from the model's weights, in the memory that graphs have read."""
+        if self._layer is not None and self._layer.sinks is not None:
+            assert self.sinks is not None
+            self._layer.sinks.copy_(self.sinks.detach().view_as(self._layer.sinks))
+
     def attend_to(self, owner: Any) -> None:
         """Attend to another layer's cache; called once, in the order of layers."""
         raise NotImplementedError

@@ -145,7 +145,17 @@ class KVPolicyWorker(SessionWorker):
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
+        self._read_weights()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._read_weights()
+
+    def _read_weights(self) -> None:
+        """Do with changed weights what is done with those that are loaded first."""
         self._move_key_weights()
+        for layer in self._all_layers().values():
+            layer.impl.read_sinks()
 
     def _move_key_weights(self) -> None:
         move_key_weights(self.model_runner.get_model(), self.model_config.hf_text_config)

@@ -16,10 +16,11 @@ session keeps a copy of its own, too, in ordinary host memory.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -36,6 +37,11 @@ from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots
 from vllm_cascade.recall.stores import Piece, Settle, UnitStores, begun
 
 
+STAGED = 128 << 20
+"""Bytes of pinned memory through which a part of a ring travels to a session or back; two parts are
+under way at a time. At least a chunk."""
+
+
 class Kept(NamedTuple):
     """A snapshot's evicted units: its chunks, and what ``Rings`` says of its request's ring."""
 
@@ -45,15 +51,16 @@ class Kept(NamedTuple):
     selected_by_many: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RingCopy:
     """A session's evicted units: a copy of its request's ring.
 
     Attributes:
         end, shown, selected_by_many: what ``Rings`` says of the ring.
         num_bytes: of the copy.
-        copied: of each tensor of the rings, int32 ``[lines, places, words]``: places in use, in
+        words: of each tensor of the rings, int32 ``[lines, places, words]``: places in use, in
             whole chunks.
+        moved: done when all of them is there.
         pieces: none; copies share nothing.
     """
 
@@ -61,17 +68,37 @@ class RingCopy:
     shown: int
     selected_by_many: bool
     num_bytes: int
-    copied: Future[tuple[torch.Tensor, ...]]
+    words: tuple[torch.Tensor, ...]
+    moved: tuple[Future[Any], ...] = ()
     pieces: tuple[Piece, ...] = ()
 
     @property
     def memory(self) -> Iterator[tuple["RingCopy", int]]:
         yield self, self.num_bytes
 
+    def complete(self) -> tuple[torch.Tensor, ...]:
+        """``words``, once all of them is there."""
+        for part in self.moved:
+            part.result()
+        return self.words
+
     def tensors(self) -> dict[str, torch.Tensor]:
         numbers = [self.end, self.shown, self.selected_by_many]
         found = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
-        return found | {f"ring.{i}": tensor for i, tensor in enumerate(self.copied.result())}
+        return found | {f"ring.{i}": tensor for i, tensor in enumerate(self.complete())}
+
+
+@dataclass
+class Staging:
+    """Pinned memory for a part of a ring.
+
+    Attributes:
+        words: as ``RingCopy.words``, of some chunks.
+        wait: returns when nothing reads or writes it any more.
+    """
+
+    words: Sequence[torch.Tensor]
+    wait: Callable[[], Any] = lambda: None
 
 
 class Rings(UnitStores):
@@ -119,7 +146,7 @@ class Rings(UnitStores):
         self.kept: dict[int, Kept] = {}
         self._pages: dict[str, int] = {}  # first page by request id
         self._resumed: dict[int, RingCopy] = {}
-        self._read: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []  # by kernels under way
+        self._staging: deque[Staging] = deque()
         self._free_chunks = list(range(num_chunks))[::-1]
         stores = self.rows, self.codes, self.scales, self.born, self.token, self.row_scales
         self._words = [
@@ -127,7 +154,7 @@ class Rings(UnitStores):
             for store in stores
             if store is not None
         ]
-        self._kept_words = self._kept_memory(num_chunks) if num_chunks else []
+        self._kept_words = self._chunk_memory(num_chunks, pinned) if num_chunks else []
         for restores in (False, True) if num_chunks else ():
             self._copy(self._kept_words, [0], 0, 0, restores)  # compiles them, copies nothing
         on_device, on_host = ring_bytes(shape)
@@ -140,12 +167,12 @@ class Rings(UnitStores):
             *((round_up(num) if pinned else num) / 2**30 for num in num_pinned),
         )
 
-    def _kept_memory(self, num_chunks: int) -> list[torch.Tensor]:
+    def _chunk_memory(self, num_chunks: int, pinned: bool) -> list[torch.Tensor]:
         """Chunks of host memory for each of ``_words``, int32 ``[lines, places, words]``.
 
         The chunks are one allocation, because PyTorch rounds each up.
         """
-        pinned, begin, found = self.device.type == "cuda", 0, []
+        begin, found = 0, []
         memory = torch.empty(
             num_chunks * chunk_bytes(self.shape) // 4, dtype=torch.int32, pin_memory=pinned
         )
@@ -222,15 +249,16 @@ class Rings(UnitStores):
         end = self.end[number]
         chunks = [self._free_chunks.pop() for _ in range(-(-self._stored(end) // CHUNK_UNITS))]
         if chunks:
-            self._copy(self._kept_words, chunks, self._stored(end), number, restores=False)
+            first = number * self.shape.most_units
+            self._copy(self._kept_words, chunks, self._stored(end), first, restores=False)
         return Kept(chunks, int(end), int(self.shown[number]), bool(self.selected_by_many[number]))
 
     def _restore(self, name: str, kept: Kept) -> None:
         """Let a request begin with a copy of a snapshot's units."""
         if not kept.end:
             return
-        number = self._begin(name, kept)
-        self._copy(self._kept_words, kept.chunks, self._stored(kept.end), number, restores=True)
+        first = self._begin(name, kept) * self.shape.most_units
+        self._copy(self._kept_words, kept.chunks, self._stored(kept.end), first, restores=True)
 
     def _begin(self, name: str, kept: "Kept | RingCopy") -> int:
         number = self.take(name)
@@ -246,16 +274,16 @@ class Rings(UnitStores):
         kept: Sequence[torch.Tensor],
         chunks: list[int],
         units: int,
-        number: int,
+        first: int,
         restores: bool,
     ) -> None:
-        """Copy a ring's first units into chunks of ``kept``, or with ``restores`` from them."""
+        """Copy units from place ``first`` of all rings into chunks of ``kept``, or with
+        ``restores`` from them."""
         from vllm_cascade.kernels.triton.recall_copy import copy_ring  # CPUs may lack Triton
 
         pinned = self.device.type == "cuda"
         numbers = torch.tensor(chunks, dtype=torch.int32, pin_memory=pinned)
         numbers = numbers.to(self.device, non_blocking=True)
-        first = number * self.shape.most_units
         for ring, own in zip(self._words, kept, strict=True):
             copy_ring(ring, own, numbers, CHUNK_UNITS, units, first, restores)
 
@@ -267,14 +295,18 @@ class Rings(UnitStores):
             return None
         number = self.rings.get(name)
         if number is None:
-            return RingCopy(0, 0, False, 0, settle(tuple(self._kept_memory(0))))
+            return RingCopy(0, 0, False, 0, tuple(self._chunk_memory(0, pinned=False)))
         end = int(self.end[number])
         chunks = -(-self._stored(end) // CHUNK_UNITS)
-        memory = self._kept_memory(chunks)
-        self._copy(memory, list(range(chunks)), self._stored(end), number, restores=False)
+        whole, moved = tuple(self._chunk_memory(chunks, pinned=False)), []
+        for part, staging in self._parts(whole):
+            self._copy_part(staging, part, number, end, restores=False)
+            filled = tuple(words[:, : part.stop - part.start] for words in staging.words)
+            moved.append(settle(filled, tuple(words[:, part] for words in whole)))
+            staging.wait = moved[-1].exception  # a session that fails does not end the engine
         shown, many = int(self.shown[number]), bool(self.selected_by_many[number])
-        num_bytes = sum(tensor.nbytes for tensor in memory)
-        return RingCopy(end, shown, many, num_bytes, settle(tuple(memory)))
+        num_bytes = sum(tensor.nbytes for tensor in whole)
+        return RingCopy(end, shown, many, num_bytes, whole, tuple(moved))
 
     def resume(self, units: Mapping[int, RingCopy]) -> None:
         self._resumed = dict(units)
@@ -283,16 +315,41 @@ class Rings(UnitStores):
         """Let a request begin with a session's units."""
         if not kept.end:
             return
-        number = self._begin(name, kept)
-        copied, pinned = kept.copied.result(), self.device.type == "cuda"
-        chunks = copied[0].shape[1] // CHUNK_UNITS
-        memory = [tensor.pin_memory() if pinned else tensor for tensor in copied]
-        self._copy(memory, list(range(chunks)), self._stored(kept.end), number, restores=True)
-        if pinned:  # PyTorch does not know that a kernel reads it
-            event = torch.cuda.Event()
-            event.record()
-            self._read = [one for one in self._read if not one[0].query()]
-            self._read.append((event, memory))
+        number, whole = self._begin(name, kept), kept.complete()
+        for part, staging in self._parts(whole):
+            for words, own in zip(staging.words, whole, strict=True):
+                words[:, : part.stop - part.start] = own[:, part]
+            self._copy_part(staging, part, number, kept.end, restores=True)
+            if self.device.type == "cuda":  # PyTorch does not know that a kernel reads it
+                event = torch.cuda.Event()
+                event.record()
+                staging.wait = event.synchronize
+
+    def _parts(self, whole: Sequence[torch.Tensor]) -> Iterator[tuple[slice, Staging]]:
+        """Places of a session's copy, as many at a time as staging memory has room for.
+
+        The memory of a part is used again for the next but one, after what it waits for.
+        """
+        at_once = max(STAGED // chunk_bytes(self.shape), 1) * CHUNK_UNITS
+        while len(self._staging) < 2:
+            pinned = self.device.type == "cuda"
+            words = self._chunk_memory(at_once // CHUNK_UNITS, pinned)
+            self._staging.append(Staging(words))
+        places = whole[0].shape[1]
+        for first in range(0, places, at_once):
+            staging = self._staging[0]
+            self._staging.rotate()
+            staging.wait()
+            yield slice(first, min(first + at_once, places)), staging
+
+    def _copy_part(
+        self, staging: Staging, part: slice, number: int, end: int, restores: bool
+    ) -> None:
+        """Copy a part of a request's ring into staging memory, or with ``restores`` from it."""
+        units = min(self._stored(end), part.stop) - part.start
+        first = number * self.shape.most_units + part.start
+        chunks = list(range((part.stop - part.start) // CHUNK_UNITS))
+        self._copy(staging.words, chunks, units, first, restores)
 
     def piece_of(self, memory: np.ndarray) -> Piece:
         raise ValueError("units on CUDA have no pieces")
@@ -304,10 +361,8 @@ class Rings(UnitStores):
         wanted = [(words.shape[0], places, words.shape[2]) for words in self._words]
         if [tuple(tensor.shape) for tensor in copied] != wanted:
             raise ValueError("units of another shape")
-        future: Future[tuple[torch.Tensor, ...]] = Future()
-        future.set_result(copied)
         num_bytes = sum(tensor.nbytes for tensor in copied)
-        return RingCopy(end, shown, bool(many), num_bytes, future)
+        return RingCopy(end, shown, bool(many), num_bytes, copied)
 
     def numbers(self, names: Sequence[str | None]) -> list[int]:
         """Ring numbers of requests by name; -1 for None or a request without a ring."""

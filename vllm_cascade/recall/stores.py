@@ -18,8 +18,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 
-Settle = Callable[[tuple[torch.Tensor, ...]], Future[tuple[torch.Tensor, ...]]]
-"""Returns tensors in host memory, which the device may still be filling, once they are complete."""
+Settle = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Future[None]]
+"""Copies tensors in host memory, which the device may still be filling, into others."""
 
 
 class Piece(Protocol):

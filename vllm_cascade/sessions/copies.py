@@ -4,10 +4,11 @@
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 MOST_STAGED = 256 << 20
 """Bytes on the device that may wait to be copied to the host before a step waits for them."""
@@ -34,9 +35,10 @@ class Copies:
         for pool, kept in zip(self.pools, pages, strict=True):
             _words(pool).index_copy_(0, index, _words(kept))
 
-    def settle(self, filled: Tensors) -> Future[Tensors]:
-        """Tensors in host memory that the device is filling, once they are complete."""
-        return _done(filled)
+    def settle(self, filled: Tensors, kept: Tensors) -> Future[None]:
+        """Copy tensors in host memory that the device is filling, once they are complete."""
+        _move(filled, kept)
+        return _done(None)
 
     def close(self) -> None:
         """Wait for copies that have begun."""
@@ -47,9 +49,14 @@ def _words(pages: torch.Tensor) -> torch.Tensor:
     return pages if pages.shape[1] * pages.itemsize % 8 else pages.view(torch.int64)
 
 
-def _done(tensors: Tensors) -> Future[Tensors]:
-    future: Future[Tensors] = Future()
-    future.set_result(tensors)
+def _move(filled: Tensors, kept: Tensors) -> None:
+    for tensor, own in zip(filled, kept, strict=True):
+        own.copy_(tensor)
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
     return future
 
 
@@ -116,8 +123,14 @@ class StreamCopies(Copies):
             self._side.hold_steps(self._side.copy(staged, pinned))
             pool[index] = staged
 
-    def settle(self, filled: Tensors) -> Future[Tensors]:
-        return self._moved(self._side.mark(), filled)
+    def settle(self, filled: Tensors, kept: Tensors) -> Future[None]:
+        event = self._side.mark()
+
+        def move() -> None:
+            event.synchronize()
+            _move(filled, kept)
+
+        return self._thread.submit(move)
 
     def close(self) -> None:
         self._thread.shutdown()
