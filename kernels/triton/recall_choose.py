@@ -396,7 +396,7 @@ def recall_units(
     """
     recaller = Recaller(layer, **store, capacity=evidence.shape[2])
     room = empty(recaller.shapes(len(steps)), steps.device)
-    recaller(RecallRows(steps, table, recall, evidence=evidence, **room))
+    recaller(RecallRows(steps, table, recall, [], evidence, **room))
     return room["chosen"]
 
 

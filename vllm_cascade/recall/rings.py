@@ -36,7 +36,6 @@ from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots
 from vllm_cascade.recall.stores import Piece, Settle, UnitStores, begun
 
-
 STAGED = 128 << 20
 """Bytes of pinned memory through which a part of a ring travels to a session or back; two parts are
 under way at a time. At least a chunk."""
