@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
 
 from vllm_cascade.attention.cuda.metadata import (
     DecodeRows,
@@ -65,6 +65,7 @@ from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
 from vllm_cascade.models.rotary import Rotary
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.drafts import most_drafts
@@ -127,30 +128,39 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         policy = None if config is None else policy_of(config.additional_config)
         if config is None or policy is None:
             return
-        limits, device = config.scheduler_config, query.device
-        block = config.cache_config.block_size
+        limits, block = config.scheduler_config, config.cache_config.block_size
         pages, slots = -(-policy.capacity // block), block
         if self.window is not None:
             slots = max(slots, window_slots(policy, self.window, block))
         slots *= pages
-        worst = worst_shapes(
-            policy, limits, query, self.num_kv_heads, self.least_part, self.latent, slots
-        )
-        num, heads = limits.max_num_seqs, self.num_heads
-        splits = attend_splits(device, num, self._decode_programs, slots)
+        workspace = workspace_of(query.device)
+        alike = policy, limits.max_num_batched_tokens, limits.max_num_seqs, slots, self.least_part
+        alike += *query.shape[1:], query.dtype, self.num_kv_heads, self.latent
+        if alike not in workspace.reserved_for:
+            workspace.reserve(*self._worst(policy, limits, query, slots))
+            workspace.reserved_for.add(alike)
+        if self._saved is None and (drafts := most_drafts(config)):
+            row = 2 * self.head_size if self.latent is None else self.head_size
+            num_rows = limits.max_num_seqs * drafts * self.num_kv_heads
+            num_bytes = num_rows * (row * query.element_size() + 20)
+            self._held = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
+
+    def _worst(
+        self, policy: Policy, limits: SchedulerConfig, query: torch.Tensor, slots: int
+    ) -> tuple[int, int]:
+        """Bytes and counters that any step of this layer needs; ``slots``: of a request."""
+        num, heads, kv_heads = limits.max_num_seqs, self.num_heads, self.num_kv_heads
+        worst = worst_shapes(policy, limits, query, kv_heads, self.least_part, self.latent, slots)
+        splits = attend_splits(query.device, num, self._decode_programs, slots)
         size = self.latent or self.head_size
-        sets = self.num_kv_heads if policy.head_policy == "per_kv_head" else 1
+        sets = kv_heads if policy.head_policy == "per_kv_head" else 1
         scored = slots if policy.uses_attention else 0
         singles = worst_singles(num, heads, splits, size, scored, sets)
         strides = limits.max_num_batched_tokens // policy.prefill_stride + num
-        chunks = worst_chunks(strides, query, self.num_kv_heads, slots, self.latent)
+        chunks = worst_chunks(strides, query, kv_heads, slots, self.latent)
         recalled = worst_recall(policy, num, heads, sets, self.head_size)
         num_bytes = max(*map(size_of, (singles, worst, chunks)), recalled)
-        workspace_of(device).reserve(num_bytes, counters_of(worst))
-        if self._saved is None and (drafts := most_drafts(config)):
-            row = 2 * self.head_size if self.latent is None else self.head_size
-            num_bytes = num * drafts * self.num_kv_heads * (row * query.element_size() + 20)
-            self._held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return num_bytes, counters_of(worst)
 
     def keep_drafts(self, most_requests: int) -> None:
         assert self._pages is not None, "prepare comes first"

@@ -7,6 +7,7 @@ vLLM sizes the page pool by the memory that is left. Strides then allocate nothi
 """
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Workspace:
 
     Attributes:
         grown: times that the buffer has grown.
+        reserved_for: what describes layers for which ``reserve`` was called.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,6 +44,7 @@ class Workspace:
         self._counters = torch.empty(0, dtype=torch.int32, device=device)
         self._of_graphs: dict[int, torch.Tensor] = {}
         self.grown = 0
+        self.reserved_for: set[Hashable] = set()
 
     @property
     def num_bytes(self) -> int:
