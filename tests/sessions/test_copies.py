@@ -71,7 +71,7 @@ def pools(seed: int) -> list[torch.Tensor]:
 def in_turn(made: StreamCopies) -> list[Any]:
     """Let the thread of copies run only when the returned tasks are called."""
     tasks: list[Any] = []
-    submit = made._thread.submit
+    submit, shutdown = made._thread.submit, made._thread.shutdown
 
     class Held:
         def submit(self, task: Any) -> Any:
@@ -80,7 +80,7 @@ def in_turn(made: StreamCopies) -> list[Any]:
             return submit(lambda: (gate.result(), task())[1])
 
         def shutdown(self) -> None:
-            made._thread.shutdown()
+            shutdown()
 
     made._thread = Held()  # type: ignore[assignment]
     return tasks
@@ -137,6 +137,28 @@ def test_a_save_that_is_too_large_for_the_device_waits(monkeypatch: pytest.Monke
         assert all(map(torch.equal, pages.result(30), wanted))
     made._free_staged(0)
     assert not made._staged
+
+
+@pytest.mark.parametrize("most", [0, 3 * sum(WIDTHS), 6 * sum(WIDTHS)])
+def test_saves_wait_for_pinned_memory(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chats that end in one step: each save pins two blocks, and one may be under way."""
+    monkeypatch.setattr(module, "MOST_PINNED", most)
+    own = pools(6)
+    made: Any = StreamCopies(own, LateStream())
+    tasks = in_turn(made)
+    at_once = max(most // (2 * sum(WIDTHS)), 1)
+    saved = [made.save((n, n + 1)) for n in range(at_once)]
+    thread = threading.Thread(target=lambda: saved.append(made.save((8, 9))))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and len(saved) == at_once, "the next one waits"
+    tasks[0]()
+    thread.join(30)
+    assert not thread.is_alive() and saved[0].done()
+    for task in tasks[1:]:
+        task()
+    assert all(map(torch.equal, saved[-1].result(30), [pool[[8, 9]] for pool in own]))
+    made.close()
 
 
 def test_at_random_as_plain_copies() -> None:

@@ -12,6 +12,8 @@ T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 MOST_STAGED = 256 << 20
 """Bytes on the device that may wait to be copied to the host before a step waits for them."""
+MOST_PINNED = 1 << 30
+"""Bytes of pinned memory that saves under way may take, beside one of them, before a step waits."""
 
 
 class Copies:
@@ -101,11 +103,14 @@ class StreamCopies(Copies):
         self._pinned = self._device.type == "cuda"
         self._side = SideStream(self._device) if side is None else side
         self._staged: deque[tuple[Any, torch.Tensor]] = deque()  # until their copies are done
+        self._moving: deque[tuple[Future[Tensors], int]] = deque()  # and bytes of pinned memory
         self._thread = ThreadPoolExecutor(1, "kv-sessions-copies")
 
     def save(self, blocks: Sequence[int]) -> Future[Tensors]:
         index = self._sent(blocks)
         filled, event = [], None
+        num_bytes = len(blocks) * sum(pool.shape[1] * pool.itemsize for pool in self.pools)
+        self._wait_for_pinned(num_bytes)
         for pool in self.pools:
             self._free_staged(len(blocks) * pool.shape[1])
             staged = pool[index]
@@ -113,7 +118,9 @@ class StreamCopies(Copies):
             event = self._side.copy(host, staged)
             self._staged.append((event, staged))
             filled.append(host)
-        return self._moved(event, tuple(filled))
+        saved = self._moved(event, tuple(filled))
+        self._moving.append((saved, num_bytes))
+        return saved
 
     def restore(self, blocks: Sequence[int], pages: Tensors) -> None:
         index = self._sent(blocks)
@@ -155,3 +162,11 @@ class StreamCopies(Copies):
             staged.popleft()
         while staged and room + sum(tensor.nbytes for _, tensor in staged) > MOST_STAGED:
             self._side.hold_steps(staged.popleft()[0])  # what reuses its memory comes later
+
+    def _wait_for_pinned(self, room: int) -> None:
+        """Wait for the oldest saves while all take over ``MOST_PINNED`` bytes with ``room``."""
+        moving = self._moving
+        while moving and moving[0][0].done():
+            moving.popleft()
+        while moving and room + sum(num_bytes for _, num_bytes in moving) > MOST_PINNED:
+            moving.popleft()[0].exception()  # whoever asked for the save hears of it
