@@ -38,7 +38,7 @@ def _wrap_process_inputs(original):
         length = length_from_prompt_token_ids_or_embeds(
             request.prompt_token_ids, request.prompt_embeds
         )
-        check_request(self.vllm_config, length, request.sampling_params)
+        check_request(self.vllm_config, length, request.sampling_params, request.resumable)
         return request
 
     return process_inputs
@@ -51,6 +51,9 @@ def _wrap_generate(original):
     ) -> AsyncGenerator[RequestOutput, None]:
         from vllm_cascade.engine.admission import check_media, check_request
 
+        if isinstance(prompt, AsyncGenerator):
+            # vLLM makes the request that ends streaming input first, and that one looks small.
+            check_request(self.vllm_config, 1, sampling_params, resumable=True)
         # Prompts from the API server are tokenised. process_inputs checks all others.
         if isinstance(prompt, dict) and "type" in prompt:
             length = length_from_prompt_token_ids_or_embeds(

@@ -5,6 +5,7 @@ The 400 of a live server: ``tests/engine/test_faults.py``.
 """
 
 import re
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from vllm_cascade.engine.admission import (
 )
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.lookup import requests_of
-from vllm_cascade.patches import kv_cache_planning
+from vllm_cascade.patches import kv_cache_planning, request_checks
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, policy_of, resolve
@@ -79,10 +80,69 @@ def test_check_request(prompt: int, max_tokens: int | None, message: str | None)
         check_request(engine, prompt, params)
 
 
+def test_streaming_input_needs_room_for_the_longest_stream() -> None:
+    """Its parts may come to any length; what the message proposes is accepted."""
+    engine = config()
+    engine.cache_config.num_gpu_blocks = 4
+    params = SamplingParams(max_tokens=8)
+    check_request(engine, 30, params)
+    refused = (
+        "may grow to --max-model-len 1000 tokens and then needs 5 KV cache pages of 16 tokens "
+        "under kv_policy sink, but the pool has 3. .*-blocks-override 6 .*--max-model-len 48 "
+    )
+    with pytest.raises(VLLMValidationError, match=refused):
+        check_request(engine, 30, params, resumable=True)
+    check_request(
+        engine, 30, SamplingParams(max_tokens=8, extra_args={"kv_budget": 40}), resumable=True
+    )
+    engine.cache_config.num_gpu_blocks = 6
+    check_request(engine, 30, params, resumable=True)
+    shorter = config(max_model_len=48)
+    shorter.cache_config.num_gpu_blocks = 4
+    check_request(shorter, 30, params, resumable=True)
+    with pytest.raises(VLLMValidationError, match="unknown argument 'kv_bugdet'"):
+        check_request(engine, 5, SamplingParams(extra_args={"kv_bugdet": 5}), resumable=True)
+
+
+def test_a_part_of_streaming_input_is_checked_as_the_whole() -> None:
+    """The first part's length decides what ``keep_prompt`` keeps, and parts do not know it."""
+    engine = config({**POLICY, "keep_prompt": 64})
+    engine.cache_config.num_gpu_blocks = 6
+    check_request(engine, 5, SamplingParams(max_tokens=500))
+    for prompt in (5, 100):
+        with pytest.raises(VLLMValidationError, match="needs 8 KV cache pages"):
+            check_request(engine, prompt, SamplingParams(max_tokens=5), resumable=True)
+
+
+def test_both_ways_in_know_streaming_input() -> None:
+    """An answer to come is refused before the prompt's first part is there."""
+    engine, params = config(), SamplingParams(max_tokens=8)
+    engine.cache_config.num_gpu_blocks = 4
+    asked = SimpleNamespace(vllm_config=engine)
+
+    def made(self: Any, resumable: bool) -> Any:
+        tokens = {"prompt_token_ids": [1, 2], "prompt_embeds": None, "mm_features": None}
+        return SimpleNamespace(sampling_params=params, resumable=resumable, **tokens)
+
+    async def prompt() -> AsyncGenerator[list[int], None]:
+        yield [1, 2]
+
+    process = request_checks._wrap_process_inputs(made)
+    assert process(asked, resumable=False).resumable is False
+    with pytest.raises(VLLMValidationError, match="may grow to --max-model-len"):
+        process(asked, resumable=True)
+    generate = request_checks._wrap_generate(lambda *args: "answer")
+    with pytest.raises(VLLMValidationError, match="may grow to --max-model-len"):
+        generate(asked, prompt(), params)
+    engine.cache_config.num_gpu_blocks = 6
+    assert generate(asked, prompt(), params) == "answer"
+
+
 def test_without_a_policy_nothing_is_checked() -> None:
     engine = config(None)
     engine.cache_config.num_gpu_blocks = 4
     check_request(engine, 990, SamplingParams(max_tokens=500))
+    check_request(engine, 990, SamplingParams(max_tokens=500), resumable=True)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,11 @@ def test_every_way_in_is_checked() -> None:
     from vllm_cascade.patches import request_checks
 
     made = SimpleNamespace(
-        mm_features=["a picture"], prompt_token_ids=[1, 2], prompt_embeds=None, sampling_params=None
+        mm_features=["a picture"],
+        prompt_token_ids=[1, 2],
+        prompt_embeds=None,
+        sampling_params=None,
+        resumable=False,
     )
     process = request_checks._wrap_process_inputs(lambda self: made)
     with pytest.raises(VLLMValidationError, match="M-RoPE"):

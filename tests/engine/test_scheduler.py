@@ -5,10 +5,12 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -22,6 +24,7 @@ from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.strides import aligned_chunk, cut_strides, first_stride
 
 STRIDE = 16
+SCHEDULERS = [KVPolicyScheduler, AsyncKVPolicyScheduler]
 
 
 @given(
@@ -132,7 +135,7 @@ def request(name: str, prompt: int, max_tokens: int) -> Request:
     return Request(name, list(range(1, prompt + 1)), params, None)
 
 
-@pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
+@pytest.mark.parametrize("cls", SCHEDULERS)
 def test_a_busy_scheduler(cls: type) -> None:
     """Mixed prompts, pages for a third of them: chunks aligned, pages bounded, none preempted."""
     rng = random.Random(1)
@@ -171,14 +174,18 @@ def test_a_busy_scheduler(cls: type) -> None:
     assert not manager._limits and not any(manager.req_to_blocks.values())
 
 
-def finish_step(scheduler: Any, output: Any) -> None:
+def finish_step(scheduler: Any, output: Any, ends: dict[str, int] | None = None) -> None:
+    """Sample a token for each request whose prompt is read.
+
+    Args:
+        ends: tokens computed after the step; None: the scheduler's, which may have run ahead.
+    """
     names = list(output.num_scheduled_tokens)
     live = scheduler.requests  # async scheduling may have run ahead of a request that finished
+    if ends is None:
+        ends = {name: live[name].num_computed_tokens for name in names if name in live}
     sampled = [
-        [7]
-        if name in live and live[name].num_computed_tokens >= live[name].num_prompt_tokens
-        else []
-        for name in names
+        [7] if name in live and ends[name] >= live[name].num_prompt_tokens else [] for name in names
     ]
     result = ModelRunnerOutput(
         req_ids=names,
@@ -188,7 +195,7 @@ def finish_step(scheduler: Any, output: Any) -> None:
     scheduler.update_from_output(output, result)
 
 
-@pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
+@pytest.mark.parametrize("cls", SCHEDULERS)
 def test_aborts_give_pages_back(cls: type) -> None:
     scheduler = make_scheduler(cls, num_pages=15)
     pool = scheduler.kv_cache_manager.block_pool
@@ -211,3 +218,137 @@ def test_a_pool_too_small_for_the_longest_request_is_a_warning(
     assert "needs 5 pages" not in caplog.text
     make_scheduler(KVPolicyScheduler, num_pages=4)
     assert "a request of --max-model-len 4096 tokens needs 5 pages of 16 tokens, but" in caplog.text
+
+
+def with_pictures(name: str, prompt: int, *pictures: tuple[int, int], own: bool = True) -> Request:
+    """A prompt with pictures, each its first token and its size; not ``own``: one for each size."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    params.update_from_generation_config({}, 0)
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=f"{name} {i}" if own else str(length),
+            mm_position=PlaceholderRange(offset=offset, length=length),
+        )
+        for i, (offset, length) in enumerate(pictures)
+    ]
+    return Request(name, list(range(1, prompt + 1)), params, None, mm_features=features)
+
+
+class Encoding:
+    """A scheduler of prompts with pictures that checks the encoder's budget and cache.
+
+    Attributes:
+        ends: of each request, where its chunks end.
+    """
+
+    def __init__(self, most: int, cls: type = KVPolicyScheduler, **kwargs: Any) -> None:
+        self.scheduler = make_scheduler(cls, 60, max_num_batched_tokens=most, **kwargs)
+        self.budget = self.scheduler.max_num_encoder_input_tokens = most
+        self.cache = self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=most)
+        self.ends: dict[str, list[int]] = {}
+        self._ahead = int(cls is AsyncKVPolicyScheduler)
+
+    def run(self, *requests: Request) -> None:
+        known = {item.request_id: item for item in requests}
+        in_flight: list[Any] = []
+        for item in requests:
+            self.ends[item.request_id] = []
+            self.scheduler.add_request(item)
+        for _ in range(300):
+            output = self.scheduler.schedule()
+            encoded = 0
+            for name, num in output.num_scheduled_tokens.items():
+                ends = self.ends[name]
+                start = ends[-1] if ends else 0
+                ends.append(start + num)
+                encoded += self._check(known[name], start, start + num, output)
+            assert encoded <= self.budget
+            in_flight.append((output, {name: ends[-1] for name, ends in self.ends.items() if ends}))
+            if len(in_flight) > self._ahead:
+                finish_step(self.scheduler, *in_flight.pop(0))
+            if not self.scheduler.has_unfinished_requests():
+                return
+        raise AssertionError(f"somebody waits for ever: {self.ends}")
+
+    def _check(self, item: Request, start: int, end: int, output: Any) -> int:
+        """Tokens of the pictures that a request has encoded, all of which its chunk reaches."""
+        chosen = output.scheduled_encoder_inputs.get(item.request_id, [])
+        places = [feature.mm_position for feature in item.mm_features]
+        for i, place in enumerate(places):
+            if i in chosen:
+                assert start < place.offset + place.length and place.offset < end
+            if place.offset < end and start < place.offset + place.length:
+                assert item.mm_features[i].identifier in self.cache.cached
+        return sum(places[i].length for i in chosen)
+
+
+def inside(ends: list[int], prompt: int) -> list[int]:
+    """Chunk ends in a prompt that are no stride's end."""
+    return [end for end in ends if end < prompt and end % STRIDE]
+
+
+@pytest.mark.parametrize("cls", SCHEDULERS)
+def test_a_chunk_before_a_picture_ends_at_a_stride(cls: type) -> None:
+    """The encoder takes two of five pictures in a step."""
+    pictures = [(10 + 115 * i, 100) for i in range(5)]
+    encoding = Encoding(256, cls)
+    encoding.run(with_pictures("a", 600, *pictures))
+    assert encoding.ends["a"] == [240, 464, 600, 601]
+    whole = Encoding(1024, cls)
+    whole.run(with_pictures("a", 600, *pictures))
+    assert whole.ends["a"] == [600, 601]
+
+
+@pytest.mark.parametrize("cls", SCHEDULERS)
+def test_a_picture_in_the_first_stride_waits_for_the_encoder(cls: type) -> None:
+    """Four prompts begin with text of a few tokens, and the encoder takes one picture a step."""
+    encoding = Encoding(256, cls)
+    prompts = {f"r{i}": with_pictures(f"r{i}", 250, (5 + i, 200)) for i in range(4)}
+    encoding.run(*prompts.values())
+    assert not any(inside(encoding.ends[name], 250) for name in prompts)
+    assert not encoding.cache.request_cached_ids
+
+
+def test_where_a_strides_pictures_exceed_the_encoder_the_prompt_goes_on() -> None:
+    """Two pictures of together 260 begin in one stride: a chunk ends before the second."""
+    encoding = Encoding(256)
+    encoding.run(with_pictures("a", 600, (240, 10), (252, 250)))
+    assert encoding.ends["a"] == [240, 252, 496, 600, 601]
+
+
+def test_pictures_in_one_piece() -> None:
+    """With --disable-chunked-mm-input a chunk ends before a picture that it cannot hold."""
+    encoding = Encoding(120, disable_chunked_mm_input=True)
+    encoding.run(with_pictures("a", 300, (10, 100), (150, 110)))
+    assert encoding.ends["a"][-2:] == [300, 301]
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6))
+def test_prompts_with_pictures_end(seed: int) -> None:
+    """Any pictures, also the same ones, in any company: each is encoded, and nobody waits for ever.
+
+    Chunks end inside a stride only where its pictures exceed the encoder or a picture is half read.
+    """
+    rng = random.Random(seed)
+    encoding = Encoding(rng.choice([64, 100, 256]), rng.choice(SCHEDULERS))
+    requests = []
+    for i in range(rng.randint(1, 8)):
+        pictures, end = [], 0
+        for _ in range(rng.randint(0, 5)):
+            offset = end + rng.randint(0, 40)
+            end = offset + rng.choice([3, 20, encoding.budget, rng.randint(1, encoding.budget)])
+            pictures.append((offset, end - offset))
+        prompt = end + rng.randint(1, 60)
+        requests.append(with_pictures(f"r{i}", prompt, *pictures, own=rng.random() < 0.5))
+    encoding.run(*requests)
+    assert not encoding.cache.request_cached_ids
+    for item in requests:
+        places = [feature.mm_position for feature in item.mm_features]
+        for end in inside(encoding.ends[item.request_id], item.num_prompt_tokens):
+            first = end // STRIDE * STRIDE
+            last = first + STRIDE
+            near = [p for p in places if p.offset < last and first < p.offset + p.length]
+            assert len(near) > 1 and any(p.offset == end for p in near)

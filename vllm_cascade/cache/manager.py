@@ -39,8 +39,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        # Maximum tokens, the policy, and maximum tokens for host memory.
-        self._limits: dict[str, tuple[int, Schedule, int]] = {}
+        self._limits: dict[str, tuple[int, Schedule]] = {}  # most tokens, and the policy
         self.snapshots: SnapshotStore | None = None
         self.memory: Any = None
         self.states: Sequence[SingleTypeKVCacheManager] = ()
@@ -48,22 +47,13 @@ class KVPolicyManager(SingleTypeKVCacheManager):
             stride = kv_cache_spec.policy.prefill_stride
             self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
 
-    def set_limit(
-        self,
-        request_id: str,
-        num_tokens: int,
-        schedule: Schedule | None = None,
-        stored_tokens: int | None = None,
-    ) -> None:
-        """Set the most tokens that a request may process.
+    def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
+        """Set the most tokens that a request may process. It cannot be raised after admission.
 
         Args:
             schedule: Compiled policy of the request; None: the engine's.
-            stored_tokens: The same for host memory, which cannot be raised after admission; None:
-                ``num_tokens``.
         """
-        schedule = schedule or self.kv_cache_spec.engine_schedule
-        self._limits[request_id] = num_tokens, schedule, stored_tokens or num_tokens
+        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.engine_schedule
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens.
@@ -71,7 +61,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         vLLM also asks for tokens that a drafting model may look ahead. Those beyond the request's
         limit are never drafted.
         """
-        most, schedule, _ = self._limits.get(request_id, (num_tokens, None, 0))
+        most, schedule = self._limits.get(request_id, (num_tokens, None))
         return self.kv_cache_spec.num_pages(min(num_tokens, most), schedule)
 
     def final_pages(self, request_id: str) -> int:
@@ -79,7 +69,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         limit = self._limits.get(request_id)
         if limit is None:
             return self.kv_cache_spec.most_pages
-        return self.kv_cache_spec.num_pages(*limit[:2])
+        return self.kv_cache_spec.num_pages(*limit)
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests but not yet allocated."""
@@ -106,7 +96,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def _stored_need(self, request_id: str) -> int:
         """Host memory that a request needs for its evicted units."""
-        _, schedule, num_tokens = self._limits[request_id]
+        num_tokens, schedule = self._limits[request_id]
         return self.memory.need(schedule, num_tokens)
 
     def _has_memory(self, request_id: str) -> bool:

@@ -43,12 +43,15 @@ def longest_stream(schedule: Schedule, slots: int, limit: int) -> int:
     return bisect_right(range(1, limit + 1), slots, key=schedule.peak_at)
 
 
-def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams | None) -> None:
+def check_request(
+    vllm_config: VllmConfig, prompt: int, params: SamplingParams | None, resumable: bool = False
+) -> None:
     """Refuse a request with invalid arguments, or one that needs more pages than the pool has.
 
     Args:
         prompt: number of prompt tokens.
         params: None if the request does not generate.
+        resumable: whether the request is a part of streaming input, whose prompt may go on.
 
     Raises:
         VLLMValidationError: HTTP 400; states the pages needed, the pages available, and the
@@ -60,10 +63,14 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
     if requests is None or params is None:
         return
     check_session(vllm_config, params)
-    schedule = requests.schedule(params.extra_args, prompt)
     if vllm_config.model_config.is_hybrid:
         return  # pages have more slots than a block; the engine checks the longest request at start
     limit = vllm_config.model_config.max_model_len
+    if resumable:
+        # keep_prompt keeps of the first part, whose length other parts do not know: expect all.
+        _check_stream(vllm_config, requests.schedule(params.extra_args), limit)
+        return
+    schedule = requests.schedule(params.extra_args, prompt)
     max_tokens = limit - prompt if params.max_tokens is None else params.max_tokens
     total = min(prompt + max_tokens, limit)
     block_size = vllm_config.cache_config.block_size
@@ -79,6 +86,27 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
         f"max_model_len {limit}). Please {fix}.",
         parameter="max_tokens",
         value=max_tokens,
+    )
+
+
+def _check_stream(vllm_config: VllmConfig, schedule: Schedule, limit: int) -> None:
+    """Refuse streaming input that could come to need more pages than the pool has.
+
+    Raises:
+        VLLMValidationError: HTTP 400; names the server's settings that would serve it.
+    """
+    block_size = vllm_config.cache_config.block_size
+    need, have = cdiv(schedule.peak_at(limit), block_size), usable_pages(vllm_config)
+    if need <= have:
+        return
+    fits = longest_stream(schedule, have * block_size, limit)
+    raise VLLMValidationError(
+        f"Streaming input may grow to --max-model-len {limit} tokens and then needs {need} KV "
+        f"cache pages of {block_size} tokens under kv_policy {schedule.policy.name}, but the pool "
+        f"has {have}. Please start the server with --num-gpu-blocks-override {need + 1} or more, "
+        f"or with --max-model-len {fits} or less.",
+        parameter="resumable",
+        value=True,
     )
 
 

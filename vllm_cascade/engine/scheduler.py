@@ -30,6 +30,12 @@ from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.snapshots import SnapshotCounters, SnapshotStore
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateManager
+from vllm_cascade.engine.encoder_inputs import (
+    held_inputs,
+    needed_room,
+    release_unreached,
+    whole_input,
+)
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.engine.recall_memory import log_memory, model_shape, open_memory
 from vllm_cascade.engine.sessions import SchedulerSessions
@@ -106,6 +112,7 @@ class _StrideAligned(_Base):
         self._schedules: WeakKeyDictionary[Request, Schedule] = WeakKeyDictionary()
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
+        self._looked_up: set[str] = set()  # requests that this step looks for in the prefix cache
         self._ended: dict[str, int] = {}
         self._drafted: list[tuple[Request, int]] = []  # with the first draft's index
         self._warn_of_small_pool()
@@ -198,21 +205,62 @@ class _StrideAligned(_Base):
         num_external_computed_tokens: int = 0,
     ) -> int:
         """vLLM's hook, called for every request just before its pages are allocated."""
+        if request.resumable and request.num_output_placeholders:
+            # Asynchronous scheduling: the last token is not known yet. If it ends an answer, vLLM
+            # takes back the token that ran ahead, which pages and logs cannot.
+            return 0
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        stored = self.max_model_len if request.resumable else limit  # a session's prompt grows
+        most = self.max_model_len if request.resumable else limit  # further parts may follow
         for manager in self._managers:
-            manager.set_limit(request.request_id, limit, self._schedule_of(request), stored)
+            manager.set_limit(request.request_id, most, self._schedule_of(request))
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
         if self.num_spec_tokens and start >= prompt_len:
             return self._with_drafts(request, start, start + num_new_tokens, limit) - start
         stops = self._stops(request) if start < prompt_len else ()
         chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
+        if self.scheduler_config.disable_chunked_mm_input:
+            chunk = max(chunk, whole_input(request, start, num_new_tokens))
         if not self._shares_caches:
             return chunk
         # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
         unit = self._managers[0].kv_cache_spec.engine_schedule.unit
         return first_stride(start, chunk, prompt_len, self._stride, unit)
+
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
+    ) -> tuple[list[int], int, int, list[int], list[int]]:
+        """vLLM's hook: choose encoder inputs for an aligned chunk (``encoder_inputs.py``).
+
+        Returns:
+            vLLM's tuple. The second value is the chunk's length, 0 if the request has to wait.
+        """
+        cache, start = self.encoder_cache_manager, num_computed_tokens
+        held = held_inputs(cache, request, start)
+        # Requests could wait for each other's room forever: one that holds some waits for no more
+        # than is free, so only until the encoder has time.
+        room = cache.num_freeable_slots if held else cache.cache_size
+        choose = super()._try_schedule_encoder_inputs
+        rest = encoder_compute_budget, shift_computed_tokens
+        chosen = choose(request, start, num_new_tokens, *rest)
+        cut, prompt_len = chosen[1], request.num_prompt_tokens
+        chunk = aligned_chunk(start, cut, prompt_len, self._stride)
+        if cut == num_new_tokens or chunk == cut:
+            return chosen
+        if chunk == 0:
+            end = min((start // self._stride + 1) * self._stride, prompt_len)
+            need = needed_room(request, start, end + shift_computed_tokens, held)
+            room = min(room, self.max_num_encoder_input_tokens)
+            if need > room or self.scheduler_config.disable_chunked_mm_input:
+                return chosen  # waiting would not help
+        reached = start + chunk + shift_computed_tokens if chunk else 0
+        release_unreached(cache, request, reached, held)
+        return choose(request, start, chunk, *rest)
 
     def _with_drafts(self, request: Request, start: int, end: int, limit: int) -> int:
         """End of a row of generated tokens and drafts, at most ``end``.
@@ -249,6 +297,7 @@ class _StrideAligned(_Base):
             a snapshot (0: none), and False.
         """
         manager, store = self.kv_cache_manager, self._snapshots
+        self._looked_up.add(request.request_id)
         resumed = 0 if self.sessions is None else self.sessions.tokens_of(request)
         if resumed:
             return manager.empty_kv_cache_blocks, resumed, 0, False  # its pages are new
@@ -306,6 +355,7 @@ class _StrideAligned(_Base):
         ]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._looked_up.clear()
         output = super().schedule(*args, **kwargs)
         dropped: list[int] = []
         started = self._start_sessions(output)
@@ -325,12 +375,17 @@ class _StrideAligned(_Base):
         return PolicySchedulerOutput.of(output, dropped if self._memory else [], commands, ended)
 
     def _admitted(self, output: SchedulerOutput) -> Iterator[tuple[Request, int]]:
-        """Requests that this step starts or resumes, each with the tokens it did not compute."""
+        """Requests that this step starts or resumes, each with the tokens it did not compute.
+
+        For vLLM a further part of streaming input is a new request, too, but one that has pages,
+        so it is not looked up.
+        """
         cached = output.scheduled_cached_reqs
         resumed = [name for name in cached.req_ids if name in cached.resumed_req_ids]
         for name in [*(new.req_id for new in output.scheduled_new_reqs), *resumed]:
             request = self.requests[name]
-            yield request, request.num_computed_tokens - output.num_scheduled_tokens[name]
+            if name in self._looked_up:
+                yield request, request.num_computed_tokens - output.num_scheduled_tokens[name]
 
     def _start_sessions(self, output: SchedulerOutput) -> set[str]:
         """Restore the sessions of requests that this step starts; returns these requests' ids."""
