@@ -321,7 +321,7 @@ def test_a_prompt_that_grows_keeps_its_ring() -> None:
 
 
 class LateMove:
-    """A part of a copy that is made when somebody waits for it."""
+    """A part of a copy, which is made when its result is asked for."""
 
     def __init__(self, *tensors: tuple[torch.Tensor, ...]) -> None:
         self._left = list(zip(*tensors, strict=True))

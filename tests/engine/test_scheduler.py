@@ -270,7 +270,7 @@ class Encoding:
                 finish_step(self.scheduler, *in_flight.pop(0))
             if not self.scheduler.has_unfinished_requests():
                 return
-        raise AssertionError(f"somebody waits for ever: {self.ends}")
+        raise AssertionError(f"a request never ends: {self.ends}")
 
     def _check(self, item: Request, start: int, end: int, output: Any) -> int:
         """Tokens of the pictures that a request has encoded, all of which its chunk reaches."""
@@ -328,7 +328,7 @@ def test_pictures_in_one_piece() -> None:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_prompts_with_pictures_end(seed: int) -> None:
-    """Any pictures, also the same ones, in any company: each is encoded, and nobody waits for ever.
+    """Any pictures, also equal ones, in any batch: each is encoded, and every request ends.
 
     Chunks end inside a stride only where its pictures exceed the encoder or a picture is half read.
     """

@@ -169,4 +169,4 @@ class StreamCopies(Copies):
         while moving and moving[0][0].done():
             moving.popleft()
         while moving and room + sum(num_bytes for _, num_bytes in moving) > MOST_PINNED:
-            moving.popleft()[0].exception()  # whoever asked for the save hears of it
+            moving.popleft()[0].exception()  # an error is raised where the save is used
