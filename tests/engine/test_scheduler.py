@@ -18,6 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.conftest import MODEL
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine.encoder_inputs import release_unreached
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies.registry import policy_of
@@ -309,6 +310,21 @@ def test_a_picture_in_the_first_stride_waits_for_the_encoder(cls: type) -> None:
     encoding.run(*prompts.values())
     assert not any(inside(encoding.ends[name], 250) for name in prompts)
     assert not encoding.cache.request_cached_ids
+
+
+@pytest.mark.parametrize(("end", "held", "left"), [(64, (), ()), (128, (), (1,)), (64, (1,), (1,))])
+def test_pictures_beyond_a_shorter_chunk_are_released(
+    end: int, held: tuple[int, ...], left: tuple[int, ...]
+) -> None:
+    """Another prompt has encoded the same picture; this one takes it only if it needs it."""
+    cache = EncoderCacheManager(cache_size=500)
+    first = with_pictures("a", 100, (0, 50), own=False)
+    second = with_pictures("b", 300, (0, 40), (100, 50), own=False)
+    cache.allocate(first, 0)
+    assert cache.check_and_update_cache(second, 1)
+    release_unreached(cache, second, end, set(held))
+    assert cache.get_cached_input_ids(second) == set(left)
+    assert cache.get_cached_input_ids(first) == {0}
 
 
 def test_where_a_strides_pictures_exceed_the_encoder_the_prompt_goes_on() -> None:
