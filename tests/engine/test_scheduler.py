@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -23,6 +23,7 @@ from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicySchedu
 from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.strides import aligned_chunk, cut_strides, first_stride
+from vllm_cascade.step.drafts import Drafts
 
 STRIDE = 16
 SCHEDULERS = [KVPolicyScheduler, AsyncKVPolicyScheduler]
@@ -209,6 +210,31 @@ def test_aborts_give_pages_back(cls: type) -> None:
     scheduler.finish_requests(["prefilling", "short", "waiting"], RequestStatus.FINISHED_ABORTED)
     assert pool.get_num_free_blocks() == free
     assert not scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("computing", [False, True])
+def test_an_abort_with_drafts(computing: bool, drafts: int, step: int) -> None:
+    """vLLM takes aborts between steps and while one computes: known tokens stay computed."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    scheduler = make_scheduler(
+        KVPolicyScheduler, num_pages=40, kv_sessions=True, speculative_config=speculation
+    )
+    worker = Drafts(8, 2)
+    scheduler.add_request(request("r", 20, 30))
+    for i in range(step + 1):
+        output = scheduler.schedule()
+        assert worker.note(output) == []
+        if computing and i == step:
+            scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+        scheduler.update_from_output(output, ModelRunnerOutput(["r"], {"r": 0}, [[7]]))
+        scheduler.update_draft_token_ids(DraftTokenIds(["r"], [[7] * drafts]))
+    scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    rejected = [(one.begin, one.num) for one in worker.note(scheduler.schedule())]
+    assert rejected == ([(21, 2)] if step and drafts else [])
+    (session,) = scheduler.sessions.index._sessions.values()
+    assert session.num_tokens == 20 + step
 
 
 def test_a_pool_too_small_for_the_longest_request_is_a_warning(

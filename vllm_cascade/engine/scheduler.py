@@ -409,9 +409,11 @@ class _StrideAligned(_Base):
         """Forget what a request that stops has computed beyond its answer.
 
         As without drafts, the last token is not computed. Workers undo accepted drafts behind it.
+        A request that is aborted while a step computes has computed all tokens that are known.
         """
         if self.num_spec_tokens:
-            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            known = request.num_tokens - (0 if request.num_in_flight_tokens else 1)
+            computed = min(request.num_computed_tokens, known)
             request.num_computed_tokens = self._ended[request.request_id] = computed
 
     def _handle_stopped_request(self, request: Request) -> bool:
