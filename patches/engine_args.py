@@ -37,6 +37,13 @@ def merge_settings(
     if arguments.get(CHECK) is not None:
         merged[CHECK] = arguments[CHECK]
     flags = {key: arguments[key] for key in ARGUMENTS if arguments.get(key) is not None}
+    if arguments.get(CHECK) is not None and not any(
+        key in {**merged, **flags} for key in ARGUMENTS
+    ):
+        raise KVPolicyError(
+            f"{FLAGS.name(CHECK)} compares a policy's kernels; add {FLAGS.name(CONFIG_KEY)}, or "
+            "remove it"
+        )
     settings = parse(flags, FLAGS)
     kept = {key: arguments[key] for key in sessions.ARGUMENTS if arguments.get(key) is not None}
     SessionSettings.of(kept, FLAGS)  # raises errors that name flags
@@ -104,7 +111,7 @@ def _wrap_add_cli_args(original):
     @functools.wraps(original)
     def add_cli_args(parser):
         parser = original(parser)
-        add_flags(parser)
+        add_flags(parser, check=True)
         add_session_flags(parser)
         _add_middleware(parser)
         return parser
@@ -153,7 +160,7 @@ def _wrap_create(original):
         with max_model_len.positions_are_bounded() as native:
             config = original(self, *args, **kwargs)
         this_device().restore(config, self)
-        apply_policy(config, raw, native.max_len)
+        apply_policy(config, raw, native.max_len, native.default)
         return config
 
     return create_engine_config

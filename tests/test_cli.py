@@ -132,6 +132,9 @@ def test_every_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--kv-policy", "full"], "full keeps every token"),
         (["--kv-budget", "33"], "--kv-budget 33 does not fit .*; set it to 32 or 64"),
         (["--tokens", "5", "--every", "6"], "--every 6 is more than --tokens 5"),
+        (["--every", "0"], "--every 0: it must be at least 1"),
+        (["--tokens", "0"], "--tokens 0: it must be at least 1"),
+        (["--kv-policy-check", "off"], "unrecognized arguments"),
         (["--tokens", "9", "--scores", "SMALL"], "scores must be an array"),
         (["--tokens", "3", "--scores", "HEADS", "--head", "2"], "--head 2: .* has 2 heads"),
         (["--scores", "missing.npy"], "missing.npy"),
@@ -146,6 +149,29 @@ def test_errors(
     with pytest.raises(SystemExit):
         main(["trace", *(str(files.get(flag, flag)) for flag in flags)])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_picture_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm_cascade.cli.find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        main(["trace", "--png", "a.png"])
+    assert "--png needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_table_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before a corpus is counted."""
+    out = tmp_path / "none" / "idf.safetensors"
+    with pytest.raises(SystemExit):
+        main(["idf", "--tokenizer", "none", "--corpus", "none", "--out", str(out)])
+    assert f"there is no folder {out.parent}" in capsys.readouterr().err
+
+
+def test_keys_are_merged(tmp_path: Path) -> None:
+    settings = {"name": "cascade", "budget": 64, "tie": "resident", "num_sinks": 2}
+    policy = trace(tmp_path, settings, "--kv-policy-config.tie", "incoming")["policy"]
+    assert (policy["tie"], policy["num_sinks"]) == ("incoming", 2)
 
 
 @pytest.mark.parametrize(

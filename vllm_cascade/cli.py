@@ -3,6 +3,7 @@
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def trace(args: argparse.Namespace) -> None:
 
     Raises:
         KVPolicyError: the settings are invalid.
-        ValueError: ``--head``, ``--every`` or the shape of the scores is invalid.
+        ValueError: another flag or the shape of the scores is invalid, or there is no matplotlib.
     """
     settings = parse(vars(args), FLAGS)
     if settings is None:
@@ -50,6 +51,11 @@ def trace(args: argparse.Namespace) -> None:
     if args.html:
         write_html(args, settings)
         return
+    for flag in ("tokens", "every"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} {getattr(args, flag)}: it must be at least 1")
+    if args.png and find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib: pip install matplotlib")
     policy = resolve(settings)
     probs = None
     if args.scores:
@@ -131,8 +137,10 @@ def idf(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the corpus has no text.
+        ValueError: the corpus has no text, or there is no folder for the table.
     """
+    if not args.out.parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no folder {args.out.parent}")
     from vllm.tokenizers import get_tokenizer
 
     from vllm_cascade.policies.idf import build_from_files

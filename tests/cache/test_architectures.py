@@ -12,12 +12,15 @@ import torch
 import vllm
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from tests.cache.test_positions import Layer, block, rope
 from tests.oracle.families import COMMON, FAMILIES
 from tests.oracle.full_attention import OWN_MODULES
+from vllm_cascade.engine.devices import WITHOUT_CPU_KERNEL
 from vllm_cascade.models import architectures, rotary
 from vllm_cascade.models.architectures import frequencies, is_unrotated, may_be_unrotated
+from vllm_cascade.models.probe import rotaries_of
 from vllm_cascade.policies.settings import KVPolicyError
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
@@ -183,3 +186,32 @@ def test_step3p5_lists_layers() -> None:
 )
 def test_configurations_that_speak_of_them(config: dict[str, Any], expected: bool) -> None:
     assert may_be_unrotated(SimpleNamespace(**config)) == expected
+
+
+def test_local_layers_rotate_without_their_windows() -> None:
+    """AFMoE's, also under ``--disable-sliding-window``: its layers go by their types."""
+    config = SimpleNamespace(
+        model_type="afmoe", layer_types=["sliding_attention", "full_attention"]
+    )
+    for windowed in (True, False):
+        assert [is_unrotated(config, index, windowed) for index in range(2)] == [False, True]
+
+
+def recurrent_files_that_rotate() -> set[str]:
+    """vLLM's files of recurrent layers that make a rotary module."""
+    folder = MODELS.parent / "layers/mamba"
+    return {path.stem for path in folder.rglob("*.py") if "get_rope(" in path.read_text("utf-8")}
+
+
+def test_recurrent_layers_that_rotate_are_refused() -> None:
+    """Their states hold positions that a policy would bound."""
+    assert recurrent_files_that_rotate() == {"bailing_linear_attn"}
+    assert "bailing_hybrid" in WITHOUT_CPU_KERNEL
+    model = nn.Module()
+    kind = type("Recurrent", (nn.Module, MambaBase), {})
+    kind.__abstractmethods__ = frozenset()
+    model.layer = kind()
+    assert rotaries_of(model, {}, SimpleNamespace(model_type="llama")) == {}
+    model.layer.rotary_emb = rope("default")
+    with pytest.raises(KVPolicyError, match="layer is a recurrent layer that rotates"):
+        rotaries_of(model, {}, SimpleNamespace(model_type="llama"))

@@ -5,6 +5,7 @@ The real ``create_engine_config`` runs, on models that are a ``config.json`` and
 error after it would need weights to be read.
 """
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tests.conftest import MODEL
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
-from vllm_cascade.engine.devices import CUDA, DEVICES, current_platform
+from vllm_cascade.engine.devices import CUDA, DEVICES, WITHOUT_CPU_KERNEL, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
@@ -274,6 +275,15 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "use --kv-policy full",
     ),
+    "values scaled by position": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(model_type="moondream3_text")
+            )
+        ),
+        "use --kv-policy full",
+    ),
+    "diffusion": (SimpleNamespace(diffusion_config=SimpleNamespace()), "use --kv-policy full"),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "random windows",
@@ -483,6 +493,15 @@ def test_refused_on_cuda(name: str) -> None:
     assert message in refusal.message
 
 
+@pytest.mark.parametrize("model_type", WITHOUT_CPU_KERNEL)
+def test_models_with_recurrent_layers_that_are_refused(model_type: str) -> None:
+    hf = SimpleNamespace(model_type=model_type)
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf))
+    policy = resolve({"name": "sink"})
+    assert refusal_of("untested recurrent layers on CUDA", "cuda").applies(config, policy)
+    assert refusal_of("recurrent layers without a kernel").applies(config, policy)
+
+
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "float16", *CODES])
 @pytest.mark.parametrize("use_mla", [True, False])
 def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
@@ -675,6 +694,37 @@ def test_accepted_rope_types(rope_type: str, tmp_path: Path) -> None:
     assert config.model_config.max_model_len == 50_000
     assert config.scheduler_config.scheduler_cls.endswith("KVPolicyScheduler")
     assert config.additional_config["kv_policy"]["budget"] == 128
+
+
+def test_a_budget_in_the_long_range_of_longrope(tmp_path: Path) -> None:
+    """vLLM's default length is the short range: so are a policy's defaults, not what it may have.
+
+    The model's cached tokens then rotate by the frequencies for long streams.
+    """
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    long = rope(rope_type="longrope", **factors) | {"original_max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(long))
+    for length in (None, 100_000):
+        kwargs = {} if length is None else {"max_model_len": length}
+        config = create(tmp_path, budget=640, **kwargs)
+        assert config.model_config.max_model_len == (length or 512)
+        assert config.additional_config["kv_policy"]["budget"] == 640
+        with pytest.raises(KVPolicyError, match="but the model has 1024"):
+            create(tmp_path, budget=1024, **kwargs)
+        default = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, kv_policy="sink")
+        policy = resolve(default.create_engine_config().additional_config["kv_policy"])
+        assert 512 - 16 < policy.max_position <= 512
+
+
+def test_a_tokenizer_may_have_fewer_positions_than_longrope() -> None:
+    patch = importlib.import_module("vllm_cascade.patches.max_model_len")
+    native = patch.NativeLength()
+    long = SimpleNamespace(rope_parameters={"rope_type": "longrope", "rope_theta": 1.0})
+    model = SimpleNamespace(derived_max_model_len_and_key=(4096, ""))
+    for tokenizer, longest in (({"model_max_length": 2048}, 2048), ({}, 4096), (None, 4096)):
+        assert patch._longest(512, long, model, tokenizer) == longest
+        native.note(longest, 512)
+    assert (native.max_len, native.default) == (2048, 512)
 
 
 def test_a_full_attention_model_with_layer_types_is_accepted(tmp_path: Path) -> None:

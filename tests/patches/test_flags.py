@@ -48,10 +48,33 @@ def parse(*flags: str) -> EngineArgs:
             {"name": "cascade", "num_subcaches": 2},
         ),
         (["--kv-policy-config", '{"name": "sink"}'], {"name": "sink"}),
+        (
+            [
+                *("--kv-policy", "cascade", "--kv-policy-config.tie", "incoming"),
+                *("--kv-policy-config", '{"num_subcaches": 2, "tie": "resident"}'),
+            ],
+            {"name": "cascade", "num_subcaches": 2, "tie": "incoming"},
+        ),
     ],
 )
 def test_flags(flags: list[str], expected: dict[str, Any] | None) -> None:
     assert parse(*flags).additional_config.get("kv_policy") == expected
+
+
+def test_a_flag_adds_to_a_file_of_settings(tmp_path: Path) -> None:
+    """vLLM puts the file's values before the flags."""
+    (tmp_path / "a.yaml").write_text(
+        "kv-policy: cascade\nkv-policy-config: {num_sinks: 2, tie: resident}\n"
+    )
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--config")
+    flags = ["--config", str(tmp_path / "a.yaml"), "--kv-policy-config.tie", "incoming"]
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args([*flags, "--model", str(MODEL)]))
+    assert args.additional_config["kv_policy"] == {
+        "name": "cascade",
+        "num_sinks": 2,
+        "tie": "incoming",
+    }
 
 
 def test_a_server_looks_at_bodies() -> None:
@@ -256,6 +279,8 @@ def test_when_kernels_are_checked_is_an_argument_and_a_flag() -> None:
     args = EngineArgs(model=str(MODEL), kv_policy="full", kv_policy_check="off")
     args.create_engine_config()
     assert args.additional_config == {}
+    with pytest.raises(KVPolicyError, match=r"--kv-policy-check compares .*; add --kv-policy, or"):
+        parse("--kv-policy-check", "once")
 
 
 SESSIONS = ("--kv-policy", "sink", "--kv-sessions")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_cascade.policies import cascade
 from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source, parse
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
@@ -53,6 +54,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tie": ({"name": "cascade", "tie": "newest"}, "tie = 'newest'.*incoming"),
     "tie null": ({"name": "cascade", "tie": None}, "tie = None.*incoming"),
     "preset": ({"name": "cascade", "preset": "best"}, "preset = 'best'.*paper"),
+    "a list of presets": ({"name": "cascade", "preset": ["paper"]}, "preset = .*'paper'.*paper"),
+    "endless memory": (
+        {"name": "sink", "recall": 8, "recall_memory": float("inf")},
+        "recall_memory = inf: .*finite",
+    ),
     "no sub-caches": ({"name": "cascade", "num_subcaches": 0}, "num_subcaches = 0"),
     "base one": ({"name": "cascade", "cascade_base": 1}, "cascade_base = 1"),
     "eager as text": ({"name": "cascade", "eager_fill": "no"}, "eager_fill = 'no'"),
@@ -545,3 +551,66 @@ def test_entry_points_must_name_policies_of_their_own() -> None:
     assert "no_such_module" in errors["gone"]
     found, errors = discover(entries[:1], {})
     assert found == {"sink": POLICIES["sink"]} and not errors
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"name": "sink", "recall_every": 2, "tie": "resident"}, {"recall_every", "tie"}),
+        ({"name": "sink", "recall": 4, "recall_every": 2}, set()),
+        ({"name": "h2o", "keep_prompt": 4}, {"keep_prompt"}),
+        ({"name": "h2o", "keep_prompt": 5}, set()),
+        (
+            {"name": "cascade", "num_subcaches": 1, "cascade_base": 3, "head_reduction": "max"},
+            {"cascade_base", "head_reduction"},
+        ),
+        ({"name": "cascade", "cascade_base": 3, "budget": 540, "tie": "resident"}, set()),
+        ({"name": "beehive", "log_n_counts": "seen"}, {"log_n_counts"}),
+        ({"name": "beehive", "log_n_counts": "seen", "log_n": True}, set()),
+    ],
+)
+def test_settings_without_effect(raw: dict[str, Any], expected: set[str]) -> None:
+    policy = resolve({"budget": 512, **raw})
+    assert policy.without_effect() & set(raw) == expected
+    if not policy.recall:  # then the rules are those of the defaults, too
+        others = {key: value for key, value in raw.items() if key not in expected}
+        own, default = compiled(policy), compiled(resolve({"budget": 512, **others}))
+        assert all(own.rules_at(t) == default.rules_at(t) for t in range(2000))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"num_subcaches": 11, "budget": 11264, "eager_fill": False},
+            r"eager_fill False .* only after 2097152 units: .*; set it to True, or lower num_sub",
+        ),
+        (
+            {"num_subcaches": 3, "cascade_base": 1100, "budget": 3_630_000},
+            r"num_subcaches 3 makes rules .* 4840000 units: .*; lower num_subcaches, cascade_base",
+        ),
+    ],
+)
+def test_tables_of_rules_are_bounded(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        resolve({"name": "cascade", **changed})
+
+
+@pytest.mark.parametrize("eager_fill", [True, False])
+@pytest.mark.parametrize(
+    "settings_", [{"num_subcaches": 5}, {"num_subcaches": 3, "cascade_base": 3, "unit": 4}]
+)
+def test_rows_of_a_table_of_rules(
+    eager_fill: bool, settings_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound counts as many rows as there are, within a period and the sinks."""
+    raw = {"name": "cascade", "budget": 1080 if "unit" in settings_ else 800, **settings_}
+    policy = resolve({**raw, "eager_fill": eager_fill}).in_units
+    rows = len(policy.insertions().rules)
+    period = policy.cascade_base ** (policy.num_subcaches - 1)
+    slack = 2 * period + policy.num_sinks
+    monkeypatch.setattr(cascade, "MOST_INSERTIONS", rows + slack)
+    resolve({**raw, "eager_fill": eager_fill})
+    monkeypatch.setattr(cascade, "MOST_INSERTIONS", rows - slack)
+    with pytest.raises(KVPolicyError, match="makes rules that repeat only after"):
+        resolve({**raw, "eager_fill": eager_fill})

@@ -18,8 +18,13 @@ from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
 
+Positions = tuple[int | None, int | None]
+"""Positions of the model, and those that defaults stay within; None: unbounded."""
 
-def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
+
+def apply_policy(
+    config: VllmConfig, raw: dict[str, Any], native_max_len: int, default_max_len: int
+) -> None:
     """Check the settings, then select the policy's scheduler, worker and backend.
 
     Args:
@@ -27,6 +32,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
         raw: the user's settings, including ``name``.
         native_max_len: the longest sequence, in tokens, that the model's positions allow without a
             policy.
+        default_max_len: the longest sequence that vLLM serves without ``--max-model-len``.
 
     Raises:
         KVPolicyError: a setting cannot work; names the setting and the fix.
@@ -36,8 +42,10 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
         cache.block_size, cache.user_specified_block_size = device.page_tokens, True
     if learns_positions(config.model_config.hf_text_config):
         _check_stream_fits(config.model_config.max_model_len, native_max_len)
-    max_position = None if config.model_config.uses_alibi else native_max_len
-    policy = _policy(raw, config, max_position)
+    positions = None, None
+    if not config.model_config.uses_alibi:
+        positions = native_max_len, default_max_len
+    policy = _policy(raw, config, positions)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
     reasons = []
     if policy.token_scores is not None:
@@ -58,7 +66,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     config.scheduler_config.scheduler_cls = f"vllm_cascade.engine.scheduler.{kind}KVPolicyScheduler"
     config.parallel_config.worker_cls = device.worker
     device.configure(config, policy)
-    _log(policy, raw, config, max_position)
+    _log(policy, raw, config, positions[0])
 
 
 def _check_stream_fits(max_model_len: int, native_max_len: int) -> None:
@@ -75,7 +83,7 @@ def _check_stream_fits(max_model_len: int, native_max_len: int) -> None:
         )
 
 
-def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> Policy:
+def _policy(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> Policy:
     """The checked policy; if nothing is said about recall, with the device's default of it.
 
     Presets are the papers' settings, which have no recall. Where default recall cannot run, or the
@@ -86,20 +94,20 @@ def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -
     """
     units = this_device().default_recall
     if not units or "recall" in raw or "preset" in raw:
-        policy = _checked(raw, config, max_position)
+        policy = _checked(raw, config, positions)
         if lack := shortage(policy):
             logger.warning("KV policy: %s; requests that fill it would run out of memory", lack)
         return policy
     recalling = copy(raw)  # with the names of its keys
     recalling["recall"] = units
     try:
-        policy = _checked(recalling, config, max_position)
+        policy = _checked(recalling, config, positions)
         why_not = shortage(policy)
         if not why_not:
             return policy
     except KVPolicyError as error:
         why_not = str(error)
-    policy = _checked(raw, config, max_position)
+    policy = _checked(raw, config, positions)
     logger.warning(
         "KV policy %s: evicted tokens cannot be recalled. The default of %d units does not fit "
         "(%s). Set recall to 0 to run without, as now",
@@ -110,11 +118,12 @@ def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -
     return policy
 
 
-def _checked(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> Policy:
+def _checked(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> Policy:
     """The policy of exactly these settings; raises ``KVPolicyError``."""
     policy = resolve(
         raw,
-        max_position=max_position,
+        max_position=positions[0],
+        default_position=positions[1],
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         block_size=config.cache_config.block_size,
     )
@@ -137,7 +146,7 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
     logger.info("KV policy %s: %s%s", policy.name, settings, "".join(f" ({n})" for n in notes))
     for remark in policy.remarks():
         logger.warning("KV policy %s: %s", policy.name, remark)
-    inert = sorted(policy.inert_keys & set(raw))
+    inert = sorted(policy.without_effect() & set(raw))
     if inert:
         logger.warning("KV policy %s: settings without effect: %s", policy.name, ", ".join(inert))
     for name, error in UNUSABLE.items():

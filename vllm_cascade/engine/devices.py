@@ -23,7 +23,7 @@ from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.copies import Copies, StreamCopies
 from vllm_cascade.step.drafts import HOST_DRAFTERS
 
-WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
+WITHOUT_CPU_KERNEL = ("bailing_hybrid", "jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
 
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -224,8 +224,8 @@ class CUDA(Device):
         Refusal(
             "untested recurrent layers on CUDA",
             lambda config, _: _model_type(config) in WITHOUT_CPU_KERNEL,
-            "this model's recurrent layers (Mamba-1, Kimi's delta attention, OLMo Hybrid's) are "
-            "not tested with --kv-policy: vLLM runs them on GPUs only; use --kv-policy full",
+            "this model's recurrent layers (Mamba-1, Kimi's delta attention, OLMo Hybrid, Ring) "
+            "are not tested with --kv-policy: vLLM runs them on GPUs only; use --kv-policy full",
         ),
         Refusal(
             "drafting models on CUDA",

@@ -18,6 +18,7 @@ from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.models.architectures import (
     BOTH_WAYS,
     LEARNED,
+    SCALED_BY_POSITION,
     learns_positions,
     loops,
     may_be_unrotated,
@@ -313,6 +314,18 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: config.model_config.hf_text_config.model_type in BOTH_WAYS,
         "a token of the model's prompts attends to later ones, too (HRM-Text): strides are causal; "
         "use --kv-policy full",
+    ),
+    Refusal(
+        "values scaled by position",
+        lambda config, _: config.model_config.hf_text_config.model_type in SCALED_BY_POSITION,
+        "the model's cached values have a factor that depends on their token's position "
+        "(Moondream 3), and a policy moves tokens to other positions; use --kv-policy full",
+    ),
+    Refusal(
+        "diffusion",
+        lambda config, _: config.diffusion_config is not None,
+        "models that write a block of tokens by diffusion are not supported: they read a block "
+        "several times before it is final; use --kv-policy full",
     ),
     Refusal(
         "state-space layers",

@@ -60,7 +60,7 @@ def run(text: str, model: str, settings: dict[str, Any], layer: int | None) -> d
         enforce_eager=True,
         enable_prefix_caching=False,
         additional_config={CONFIG_KEY: {"recall": 0, **settings, "trace": True}},
-        max_model_len=len(text) + 16,  # a token has at least a byte
+        max_model_len=len(text.encode()) + 16,  # a token has at least a byte
     )
     try:
         policy = policy_of(llm.llm_engine.vllm_config.additional_config)

@@ -35,6 +35,11 @@ def _without_window(config: Any, index: int, windowed: bool) -> bool:
     return not windowed
 
 
+def _unless_local(config: Any, index: int, windowed: bool) -> bool:
+    """Local layers rotate, without their windows (``--disable-sliding-window``), too."""
+    return config.layer_types[index] != "sliding_attention"
+
+
 def _beside_windows(config: Any, index: int, windowed: bool) -> bool:
     return not windowed and "sliding_attention" in config.layer_types
 
@@ -58,7 +63,7 @@ def _always(config: Any, index: int, windowed: bool) -> bool:
 
 
 UNROTATED: dict[str, Unrotated] = {
-    "afmoe": _without_window,
+    "afmoe": _unless_local,
     "cohere2": _without_window,
     "cohere2_moe": _without_window_after_dense_layers,
     "exaone4": _beside_windows,
@@ -70,12 +75,13 @@ UNROTATED: dict[str, Unrotated] = {
     "llama4_text": _flagged("no_rope_layers"),
     "muse_glimmer_text": _flagged("no_rope_layers"),
     "nemotron_h": _always,
+    "nemotron_h_puzzle": _always,
     "smollm3": _flagged("no_rope_layers"),
     "step3p5": _unless_listed,
 }
 """Rules of models with NoPE layers, by ``model_type``."""
 
-ORDERED_BY_STATES = ("granitemoehybrid", "jamba", "nemotron_h")
+ORDERED_BY_STATES = ("granitemoehybrid", "jamba", "nemotron_h", "nemotron_h_puzzle")
 """Models whose attention layers may all be NoPE, because recurrent layers encode the order."""
 
 FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
@@ -86,6 +92,9 @@ SKIPPING = ("domyn_edge",)
 
 LEARNED = ("gpt2", "gpt_bigcode", "opt")
 """Models that add a learned vector for a token's position to its input, and rotate nothing."""
+
+SCALED_BY_POSITION = ("moondream3_text",)
+"""Models whose cached values have a factor that depends on the token's position."""
 
 BOTH_WAYS = ("hrm_text",)
 """Models whose prompts attend in both directions."""

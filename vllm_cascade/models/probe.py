@@ -18,13 +18,14 @@ from torch import nn
 from vllm.distributed import get_pp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.transformers_utils.config import iter_rope_parameters
 
 from vllm_cascade.models.architectures import frequencies, learns_positions
 from vllm_cascade.models.norms import normalises_rotated
-from vllm_cascade.models.rotary import Rotary, find_rotaries, rotate
+from vllm_cascade.models.rotary import Rotary, RotaryModule, find_rotaries, rotate
 from vllm_cascade.policies.settings import KVPolicyError
 
 POSITIONS = (0, 1, 7, 93, 700)
@@ -55,6 +56,15 @@ def rotaries_of(
         KVPolicyError: If a layer's keys cannot be moved to new positions, or its rotation is
             unknown.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, MambaBase) and any(
+            isinstance(part, RotaryModule) for part in module.modules()
+        ):
+            raise KVPolicyError(
+                f"kv_policy: {name} is a recurrent layer that rotates what it adds to its state. A "
+                "policy bounds positions, which a state cannot follow; use --kv-policy full for "
+                "this model"
+            )
     if learns_positions(config):
         return dict.fromkeys(layers)
     if not runs_transformers(model):

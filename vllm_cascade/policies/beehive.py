@@ -124,6 +124,9 @@ class Beehive(Policy):
         units = self.in_units
         return {"window": units.recent * self.unit, "threshold": units.comb * self.unit}
 
+    def without_effect(self) -> set[str]:
+        return super().without_effect() | (set() if self.log_n else {"log_n_counts"})
+
     @property
     def scoring(self) -> Scoring:
         return Scoring("attention", newest_stays=self.tie == "incoming")

@@ -16,6 +16,9 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
 from vllm_cascade.policies.settings import Misfit, nearest
 
+MOST_INSERTIONS = 1 << 20
+"""Most units until rules repeat; there is a row of a table for each, about 500 bytes."""
+
 
 class Cascade(Policy):
     """Training-free cascading KV cache with token selection (Algorithm 1 of the paper)."""
@@ -76,6 +79,33 @@ class Cascade(Policy):
                 *nearest("budget", self.budget, step),
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        """Refuse sub-caches that take too long to fill: the rules of each token until then count.
+
+        Sub-cache ``i`` is full when its window has come, of which each token stands for
+        ``cascade_base**i``.
+        """
+        spans = [1 if self.eager_fill else self.cascade_base**i for i in range(self.num_subcaches)]
+        tokens = self.window // self.unit * sum(spans) + self.cascade_base ** (
+            self.num_subcaches - 1
+        )
+        if tokens <= MOST_INSERTIONS:
+            return self
+        key = "num_subcaches" if self.eager_fill else "eager_fill"
+        raise Misfit(
+            key,
+            getattr(self, key),
+            f"makes rules that repeat only after {tokens} units: the engine has a table of at most "
+            f"{MOST_INSERTIONS} rows",
+            *([] if self.eager_fill else [{"eager_fill": True}]),
+            hint="lower num_subcaches, cascade_base or the budget",
+        )
+
+    def without_effect(self) -> set[str]:
+        alone = {"cascade_base", "eager_fill", "tie", "ema_gamma", "head_reduction"}
+        return super().without_effect() | (alone if self.num_subcaches == 1 else set())
 
     @property
     def window(self) -> int:

@@ -28,8 +28,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the KVPolicy group to a parser.
+def add_flags(parser: argparse.ArgumentParser, check: bool = False) -> None:
+    """Add the KVPolicy group to a parser; ``check``: with the flag of the check at a start.
 
     The defaults depend on the policy and the model. They stand in the help texts; the flags use
     SUPPRESS, so that the help does not show None.
@@ -53,15 +53,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=text[0].upper() + text[1:],
         )
-    group.add_argument(
-        FLAGS.name(CHECK),
-        choices=CHECK_MODES,
-        default=argparse.SUPPRESS,
-        help="When the policy's kernels are compared with PyTorch on this device before the model "
-        "is loaded; `once` keeps the verdict. (default: once, and off on CPUs)",
-    )
+    if check:
+        group.add_argument(
+            FLAGS.name(CHECK),
+            choices=CHECK_MODES,
+            default=argparse.SUPPRESS,
+            help="When the policy's kernels are compared with PyTorch on this device before the "
+            "model is loaded; `once` keeps the verdict. (default: once, and off on CPUs)",
+        )
     group.add_argument(
         FLAGS.name(OTHERS),
+        action=_Settings,
         type=_json_object,
         default=argparse.SUPPRESS,
         help=f"The policy's other settings as JSON. Every policy has {_keys(KVPolicyConfig)}. "
@@ -76,20 +78,24 @@ def _keys(cls: type[KVPolicyConfig]) -> str:
     return ", ".join(f"{key} ({default_of(field)})" for key, field in fields)
 
 
-class _Key(argparse.Action):
-    """One key of ``--kv-policy-config``."""
+class _Settings(argparse.Action):
+    """``--kv-policy-config`` or one key of it; a later value adds to earlier ones.
+
+    vLLM's parsers turn keys into an object of their own, behind one that is given as JSON or in a
+    file of ``--config``.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        assert option is not None
+        key = (option or "").partition(".")[2]
         others = getattr(namespace, OTHERS, {})
-        setattr(namespace, OTHERS, {**others, option.partition(".")[2]: values})
+        setattr(namespace, OTHERS, {**others, **({key: values} if key else values)})
 
 
 def add_dotted_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--kv-policy-config.KEY VALUE``, which vLLM's own parsers accept for any JSON flag."""
     for key in sorted({key for cls in POLICIES.values() for key in cls.model_fields}):
         name = FLAGS.inside.format(FLAGS.name(OTHERS), key)
-        parser.add_argument(name, action=_Key, type=_value, help=argparse.SUPPRESS)
+        parser.add_argument(name, action=_Settings, type=_value, help=argparse.SUPPRESS)
 
 
 def _value(text: str) -> Any:

@@ -136,6 +136,15 @@ class Policy(KVPolicyConfig):
         """Warnings about these settings."""
         return []
 
+    def without_effect(self) -> set[str]:
+        """Keys that change nothing, whatever their values, with the other settings as they are."""
+        keys = set(self.inert_keys)
+        if not self.recall:
+            keys |= {key for key in type(self).model_fields if key.startswith("recall_")}
+        if self.keep_prompt and self.keep_prompt <= self.num_sinks:
+            keys.add("keep_prompt")
+        return keys
+
     # --- Derived ---------------------------------------------------------------------------------
 
     @property

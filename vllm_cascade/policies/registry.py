@@ -117,6 +117,7 @@ def resolve(
     raw: dict[str, Any],
     *,
     max_position: int | None = None,
+    default_position: int | None = None,
     max_num_batched_tokens: int | None = None,
     block_size: int | None = None,
 ) -> Policy:
@@ -125,6 +126,7 @@ def resolve(
     Args:
         raw: the user's settings, including ``name``. ``Given`` has the user's names of them.
         max_position: positions of the model. None: unbounded, as with ALiBi.
+        default_position: positions that defaults stay within. None: ``max_position``.
         max_num_batched_tokens: most tokens that vLLM schedules in a step. None: unknown.
         block_size: tokens per page. ``unit: page`` resolves to it; other units must divide it.
             None: unknown.
@@ -133,11 +135,14 @@ def resolve(
         KVPolicyError: an unknown key, a wrong type or an impossible size.
     """
     given = raw if isinstance(raw, Given) else Given(raw)
+    room = max_position if default_position is None else default_position
 
     def attempt(change: Change) -> Policy:
         settings = {**given, **change}
         cls = policy_class(settings.get("name"), given.name("name"))
-        settings = {**getattr(cls, "presets", {}).get(settings.get("preset"), {}), **settings}
+        preset = settings.get("preset")
+        if isinstance(preset, str):  # validation reports the others
+            settings = {**getattr(cls, "presets", {}).get(preset, {}), **settings}
         if settings.get("recall"):
             settings.setdefault("unit", RECALL_UNIT)
         if settings.get("unit") == "page" and block_size is not None:
@@ -149,9 +154,9 @@ def resolve(
         if unit > 1:
             settings = {**cls.unit_defaults(unit), **settings}
         if "prefill_stride" not in settings:
-            settings["prefill_stride"] = _default_stride(unit, max_position, max_num_batched_tokens)
+            settings["prefill_stride"] = _default_stride(unit, room, max_num_batched_tokens)
         if "budget" not in settings:
-            settings["budget"] = _default_budget(cls, settings, max_position)
+            settings["budget"] = _default_budget(cls, settings, room)
         policy = validated(settings, given)
         _check_fit(policy, max_position, max_num_batched_tokens)
         return policy

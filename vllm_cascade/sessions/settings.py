@@ -23,7 +23,7 @@ GIB = 2**30
 class SessionSettings(BaseModel):
     """Where sessions are kept, and how long."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     memory: float = Field(4.0, gt=0, description="GiB of host memory for sessions")
     dir: str | None = Field(None, description="folder for sessions that outlive the server")
