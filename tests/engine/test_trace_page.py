@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import BOOK, MODEL, ROOT
+from vllm_cascade.engine import trace_page
 
 ASK = """<script>
 const seen = { errors: 0, columns: document.querySelectorAll("section").length };
@@ -76,6 +77,20 @@ def test_frames_are_the_windows(data: dict[str, Any]) -> None:
                 recalled, max(end - stride - sinks - 64, 0)
             )
     assert len(json.dumps(data)) / len(tokens) < 100, "2 MB for 10,000 tokens are 200 a token"
+
+
+def test_there_is_room_for_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A character may be several tokens."""
+    made: dict[str, Any] = {}
+
+    def stop(model: str, **kwargs: Any) -> None:
+        made.update(kwargs)
+        raise InterruptedError
+
+    monkeypatch.setattr(trace_page, "LLM", stop)
+    with pytest.raises(InterruptedError):
+        trace_page.run("\u1230\u120b\u121d" * 10, "none", {"name": "sink"}, None)
+    assert made["max_model_len"] > 3 * 30
 
 
 def test_nothing_is_loaded(page: str) -> None:

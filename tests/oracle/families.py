@@ -69,6 +69,7 @@ class Family:
         chunked: whether windows are sizes of chunks of the stream.
         owners: by layer that attends to another one's cache, that layer.
         learned: whether inputs have learned positions, those of the stream.
+        long: whether LongRoPE's frequencies are those for long streams.
     """
 
     model_type: str
@@ -82,6 +83,7 @@ class Family:
     owners: tuple[tuple[int, int], ...] = ()
     chunked: bool = False
     learned: bool = False
+    long: bool = False
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class Family:
             "owners": dict(self.owners),
             "chunked": self.chunked,
             "learned": self.learned,
+            "long": self.long,
         }
 
 
@@ -234,6 +237,17 @@ FAMILIES: dict[str, Family] = {
         "phi3",
         {"hidden_size": 128, "original_max_position_embeddings": 128, "rope_parameters": LONG},
         windows=(None,) * 4,
+    ),
+    # What a policy keeps has more positions than the short range.
+    "phi3-long": Family(
+        "phi3",
+        {
+            "hidden_size": 128,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {**LONG, "original_max_position_embeddings": 16},
+        },
+        windows=(None,) * 4,
+        long=True,
     ),
     "smollm3": Family(
         "smollm3",

@@ -36,8 +36,14 @@ def paper_gamma(window: int) -> float:
 # --------------------------------------------------------------------------- rotary frequencies
 
 
-def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies (one per rotated pair) and the factor on cos and sin."""
+def rotary_frequencies(
+    config: dict[str, Any], head_dim: int, long: bool = False
+) -> tuple[Tensor, float]:
+    """Inverse frequencies (one per rotated pair) and the factor on cos and sin.
+
+    Args:
+        long: whether LongRoPE's are those for long streams.
+    """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
@@ -55,10 +61,10 @@ def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[Tensor, f
         base = theta * rope["alpha"] ** (dim / (dim - 2))
         return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
     original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-    if kind == "longrope":  # below its original positions
+    if kind == "longrope":
         scale = config["max_position_embeddings"] / original
         factor = math.sqrt(1 + math.log(scale) / math.log(original))
-        return inv_freq / torch.tensor(rope["short_factor"]), factor
+        return inv_freq / torch.tensor(rope["long_factor" if long else "short_factor"]), factor
     if kind == "llama3":
         return _llama3(inv_freq, rope, original), 1.0
     if kind == "yarn":

@@ -350,13 +350,13 @@ def sizes_of(config: Any, index: int) -> tuple[int, int, int]:
     return unrotated + config.qk_rope_head_dim, config.v_head_dim, unrotated
 
 
-def frequencies(config: Any, kind: str, index: int, head_dim: int) -> Tensor:
+def frequencies(config: Any, kind: str, index: int, head_dim: int, long: bool = False) -> Tensor:
     """Radians a position, of the pairs of a layer's heads."""
     settings = {
         "rope_parameters": rope_of(config, kind, index),
         "max_position_embeddings": config.max_position_embeddings,
     }
-    return rotary_frequencies(settings, head_dim)[0]
+    return rotary_frequencies(settings, head_dim, long)[0]
 
 
 def stores_of(recall: RecallSettings | None, num_sets: int) -> list[RecallSim]:
@@ -386,6 +386,7 @@ def stream_family(
     chunked: bool = False,
     owners: dict[int, int] | None = None,
     learned: bool = False,
+    long: bool = False,
     prompt_len: int,
     stride: int,
     make_sim: Callable[[], Sim],
@@ -409,6 +410,7 @@ def stream_family(
         chunked: whether windows are sizes of chunks of the stream.
         owners: by layer without a cache of its own, the layer whose cache it attends to.
         learned: whether inputs have learned positions, those of the stream.
+        long: whether LongRoPE's frequencies are those for long streams.
     """
     assert logit_scale is None
     config = model.config
@@ -421,7 +423,7 @@ def stream_family(
         num_sets = num_kv if per_head else 1
         layers.append(
             Layer(
-                frequencies(config, kind, index, size - begin) if turns else None,
+                frequencies(config, kind, index, size - begin, long) if turns else None,
                 interleaved,
                 window,
                 [make_sim() for _ in range(num_sets)],
