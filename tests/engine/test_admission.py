@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import PoolingParams, SamplingParams
+from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -152,10 +153,30 @@ def test_without_a_policy_nothing_is_checked() -> None:
 def test_pages_of_one_of_many_engines(size: int, local: int, local_only: bool, pages: int) -> None:
     """vLLM tells a front-end the sum of the pools of the engines it talks to."""
     parallel = SimpleNamespace(
-        data_parallel_size=size, data_parallel_size_local=local, local_engines_only=local_only
+        data_parallel_size=size,
+        data_parallel_size_local=local,
+        local_engines_only=local_only,
+        data_parallel_rank_local=None,
+        distributed_executor_backend="mp",
     )
     cache = SimpleNamespace(num_gpu_blocks=100)
     assert usable_pages(SimpleNamespace(parallel_config=parallel, cache_config=cache)) == pages
+
+
+@pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
+def test_pages_of_an_offline_rank(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process has one engine, of which vLLM tells it the pool."""
+    rank = {"data_parallel_size": 2, "distributed_executor_backend": launcher}
+    if launcher == "mp":
+        for name, value in (("SIZE", "2"), ("RANK", "1"), ("MASTER_IP", "127.0.0.1")):
+            monkeypatch.setenv(f"VLLM_DP_{name}", value)
+        monkeypatch.setenv("VLLM_DP_MASTER_PORT", "29501")
+        parallel = ParallelConfig()
+        assert (parallel.data_parallel_size, parallel.data_parallel_rank) == (2, 1)
+    else:
+        parallel = SimpleNamespace(**rank, data_parallel_rank_local=None)
+    cache = SimpleNamespace(num_gpu_blocks=100)
+    assert usable_pages(SimpleNamespace(parallel_config=parallel, cache_config=cache)) == 99
 
 
 def test_only_engines_with_a_policy_may_have_a_small_pool() -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
@@ -82,6 +83,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "layers that are not quantised": (
         {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
         "--kv-cache-dtype-skip-layers",
+    ),
+    "block events": (
+        {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
+        "--kv-events-config",
     ),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
@@ -213,7 +218,7 @@ FAKED: dict[str, tuple[Any, str]] = {
         'set head_policy to "per_kv_head"',
     ),
     "micro-batches": (
-        SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=True)),
+        SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=True)),
         "--enable-dbo",
     ),
     "quantised means": (
@@ -282,6 +287,10 @@ FAKED: dict[str, tuple[Any, str]] = {
             )
         ),
         "use --kv-policy full",
+    ),
+    "returned experts": (
+        SimpleNamespace(aux_output_config=SimpleNamespace(enabled=True)),
+        "--enable-return-routed-experts",
     ),
     "diffusion": (SimpleNamespace(diffusion_config=SimpleNamespace()), "use --kv-policy full"),
     "random windows": (
@@ -373,7 +382,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         "in the model's own type or in 8 bits",
     ),
 }
-ENVIRONMENT = {"Model Runner V2 on the CPU"}
+ENVIRONMENT = {"Model Runner V2 on the CPU", "Rust front-end"}
 
 
 def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
@@ -660,6 +669,52 @@ def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(KVPolicyError, match="run on CPUs and on CUDA"):
         create(MODEL)
+
+
+def test_refused_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes requests past every check in Python."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "none")
+    with pytest.raises(KVPolicyError, match=r"VLLM_USE_RUST_FRONTEND=1 .* unset it"):
+        create(MODEL)
+
+
+def test_refused_micro_batches() -> None:
+    """vLLM's two flags for them."""
+    for flags in ({"enable_dbo": True}, {"ubatch_size": 2}):
+        parallel = ParallelConfig.__new__(ParallelConfig)
+        vars(parallel).update({"enable_dbo": False, "ubatch_size": 0, **flags})
+        config = SimpleNamespace(parallel_config=parallel)
+        assert refusal_of("micro-batches").applies(config, resolve({"name": "sink"}))
+
+
+def test_refused_backends_by_kind() -> None:
+    attention = AttentionConfig(backend_per_kind={"full_attention": "FLASH_ATTN"})
+    config = SimpleNamespace(attention_config=attention)
+    assert refusal_of("attention backend", "cuda").applies(config, resolve({"name": "sink"}))
+
+
+DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"max_num_batched_tokens": 256, "max_num_scheduled_tokens": 200}, 200),
+        ({"max_num_batched_tokens": 128, "max_num_scheduled_tokens": 200}, 128),
+        ({"max_num_batched_tokens": 256, "speculative_config": DRAFTS}, 255),
+    ],
+)
+def test_a_stride_is_at_most_what_a_step_schedules(settings: dict[str, Any], most: int) -> None:
+    """A longer one would wait for a step that never comes."""
+    common = {"model": str(MODEL), "kv_policy": "sink", "max_num_seqs": 2, **settings}
+    config = EngineArgs(**common).create_engine_config()
+    assert config.additional_config["kv_policy"]["prefill_stride"] == 128
+    own = {"kv_policy_config": {"prefill_stride": most + 1, "num_sinks": 0}}
+    with pytest.raises(KVPolicyError, match=f"larger than the {most} tokens .* at most {most}"):
+        EngineArgs(**common, **own).create_engine_config()
+    own["kv_policy_config"]["prefill_stride"] = most
+    EngineArgs(**common, **own).create_engine_config()
 
 
 def test_refused_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from vllm_cascade.engine.request_bodies import KVKeysMiddleware, wrong_place
 
@@ -41,6 +43,54 @@ def test_wrong_places(body: Message, key: str, message: str) -> None:
     assert found is not None and found[0] == key and message in found[1]
 
 
+GENERATE, SCORING = "/prefix/inference/v1/generate", "/generative_scoring"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "message"),
+    [
+        (
+            GENERATE,
+            {"vllm_xargs": {"kv_budget": 5}},
+            "kv_budget",
+            '{"sampling_params": {"extra_args": {"kv_budget": 5}}}',
+        ),
+        (GENERATE, {"sampling_params": {"kv_recall": 1}}, "kv_recall", '"extra_args": {"kv_rec'),
+        (
+            GENERATE,
+            {"sampling_params": {"extra_args": {"kv_budget": True}}},
+            "kv_budget",
+            "should be a valid integer",
+        ),
+        (SCORING, {"vllm_xargs": {"kv_budget": 5}}, "kv_budget", "has no effect: .*leave it out"),
+        ("/v1/systemone", {"kv_budget": 5}, "kv_budget", "has no effect: .*/v1/systemone"),
+        (
+            "/v1/completions",
+            {"use_beam_search": True, "vllm_xargs": {"kv_session": "a"}},
+            "kv_session",
+            "has no effect: .*use_beam_search",
+        ),
+        ("/v1/completions", {"sampling_params": {"kv_budget": 5}}, "kv_budget", '{"vllm_xargs"'),
+    ],
+)
+def test_places_of_endpoints(path: str, body: Message, key: str, message: str) -> None:
+    """As vLLM's own models of these requests read them."""
+    found = wrong_place(body, path)
+    assert found is not None and found[0] == key
+    assert message in found[1] or re.search(message, found[1])
+
+
+def test_the_endpoint_decides() -> None:
+    own = {"token_ids": [1], "sampling_params": {"extra_args": {"kv_budget": 5}}}
+    assert wrong_place(own, GENERATE) is None
+    assert GenerateRequest(**own).sampling_params.extra_args == {"kv_budget": 5}
+    inside, sent = converse(parts(json.dumps(own).encode(), 1000), path=GENERATE)
+    assert inside and sent[0]["status"] == 200
+    body = b'{"vllm_xargs": {"kv_budget": 64}}'
+    inside, sent = converse(parts(body, 1000), path=SCORING)
+    assert not inside and sent[0]["status"] == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -55,7 +105,10 @@ def test_right_places_and_what_is_not_ours(body: Any) -> None:
 
 
 def converse(
-    received: list[Message], kind: str = "application/json; charset=utf-8", method: str = "POST"
+    received: list[Message],
+    kind: str = "application/json; charset=utf-8",
+    method: str = "POST",
+    path: str = "/v1/completions",
 ) -> tuple[list[Message], list[Message]]:
     """A request through the middleware: what the application received, and what was sent."""
     inside, sent, waiting = [], [], iter(received)
@@ -70,7 +123,8 @@ def converse(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "headers": [(b"content-type", kind.encode())]}
+    scope = {"type": "http", "method": method, "path": path}
+    scope["headers"] = [(b"content-type", kind.encode())]
     asyncio.run(KVKeysMiddleware(app)(scope, receive, send))
     return inside, sent
 

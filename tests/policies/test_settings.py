@@ -90,7 +90,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stride above the step": (
         {"name": "sink", "budget": 64, "prefill_stride": 600},
-        "prefill_stride 600 is larger than max_num_batched_tokens 512.*at most 512",
+        "prefill_stride 600 is larger than the 512 tokens of a prompt that a .*at most 512",
     ),
 }
 

@@ -31,8 +31,12 @@ def usable_pages(vllm_config: VllmConfig) -> int:
     """Pages of one engine's pool, without vLLM's null block.
 
     With several data-parallel engines, a front-end's ``num_gpu_blocks`` is the sum of their pools.
+    Offline, every rank has a front-end of its own.
     """
     parallel = vllm_config.parallel_config
+    launched = parallel.distributed_executor_backend == "external_launcher"
+    if launched or parallel.data_parallel_rank_local is not None:
+        return (vllm_config.cache_config.num_gpu_blocks or 0) - 1
     local = parallel.data_parallel_size_local if parallel.local_engines_only else 0
     engines = local or parallel.data_parallel_size
     return (vllm_config.cache_config.num_gpu_blocks or 0) // engines - 1

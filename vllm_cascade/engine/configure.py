@@ -17,6 +17,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
+from vllm_cascade.step.drafts import most_drafts
 
 Positions = tuple[int | None, int | None]
 """Positions of the model, and those that defaults stay within; None: unbounded."""
@@ -67,6 +68,15 @@ def apply_policy(
     config.parallel_config.worker_cls = device.worker
     device.configure(config, policy)
     _log(policy, raw, config, positions[0])
+
+
+def prompt_tokens(config: VllmConfig) -> int:
+    """Most tokens of a prompt in a step; fewer than ``--max-num-batched-tokens`` if vLLM keeps
+    room for drafts, or has a lower ``--max-num-scheduled-tokens``."""
+    limits, drafts = config.scheduler_config, config.speculative_config
+    slots = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
+    batched = limits.max_num_batched_tokens
+    return min(batched - slots, limits.max_num_scheduled_tokens or batched)
 
 
 def _check_stream_fits(max_model_len: int, native_max_len: int) -> None:
@@ -124,7 +134,7 @@ def _checked(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> P
         raw,
         max_position=positions[0],
         default_position=positions[1],
-        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_batched_tokens=prompt_tokens(config),
         block_size=config.cache_config.block_size,
     )
     check(config, policy, this_device().refusals)
@@ -151,11 +161,11 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
         logger.warning("KV policy %s: settings without effect: %s", policy.name, ", ".join(inert))
     for name, error in UNUSABLE.items():
         logger.warning("KV policy %r of another package is ignored (%s)", name, error)
-    most = config.scheduler_config.max_num_batched_tokens
-    spare = most - policy.prefill_stride
-    if spare < config.scheduler_config.max_num_seqs - 1:
+    limits = config.scheduler_config
+    decoding = (prompt_tokens(config) - policy.prefill_stride) // (1 + most_drafts(config))
+    if decoding < limits.max_num_seqs - 1:
         logger.warning(
-            f"KV policy {policy.name}: while {spare + 1} or more requests decode, a prompt's "
+            f"KV policy {policy.name}: while {decoding + 1} or more requests decode, a prompt's "
             f"stride of {policy.prefill_stride} tokens does not fit --max-num-batched-tokens "
-            f"{most} and waits; raise it or lower prefill_stride"
+            f"{limits.max_num_batched_tokens} and waits; raise it or lower prefill_stride"
         )

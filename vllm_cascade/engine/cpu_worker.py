@@ -13,6 +13,7 @@ from vllm_cascade.engine.drafter import BOUNDED, BoundedDrafter
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.engine.worker import KVPolicyWorker
+from vllm_cascade.models.norms import move_key_weights
 from vllm_cascade.models.rotary import rotate_latent_keys_natively
 from vllm_cascade.patches import rejection_sampler
 from vllm_cascade.step.builder import StepBuilder
@@ -48,6 +49,12 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
 
     def _models(self) -> list[Any]:
         return super()._models() + ([] if self._drafter is None else [self._drafter.model])
+
+    def _move_key_weights(self) -> None:
+        super()._move_key_weights()
+        if self._drafter is not None:
+            config = self._drafter.draft_model_config.hf_text_config
+            move_key_weights(self._drafter.model, config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices that policies run on, and the contract that each of them fulfils."""
 
-import os
 from typing import Any, ClassVar
 
 import torch
@@ -139,8 +138,9 @@ class CPU(Device):
         ),
         Refusal(
             "Model Runner V2 on the CPU",
-            lambda *_: os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1",
-            "VLLM_USE_V2_MODEL_RUNNER=1 is not tested with --kv-policy on the CPU; unset it",
+            lambda config, _: config.use_v2_model_runner,
+            "Model Runner V2 is not tested with --kv-policy on the CPU; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     )
 
@@ -181,9 +181,11 @@ class CUDA(Device):
                 config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
                 or config.attention_config.mla_prefill_backend
                 not in (None, MLAPrefillBackendEnum.CUSTOM)
+                or bool(config.attention_config.backend_per_kind)
             ),
-            "--attention-backend and mla_prefill_backend of --attention-config cannot be combined "
-            "with --kv-policy, which brings its own backend; remove one of the two",
+            "--attention-backend, and mla_prefill_backend and backend_per_kind of "
+            "--attention-config, cannot be combined with --kv-policy, which brings its own "
+            "backend; remove one of the two",
         ),
         Refusal(
             "cache type on CUDA",

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from vllm import envs
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.transformers_utils.config import iter_rope_parameters
 
@@ -231,6 +232,26 @@ REFUSALS: tuple[Refusal, ...] = (
         "connector cannot share them; remove one of the two",
     ),
     Refusal(
+        "Rust front-end",
+        lambda *_: envs.VLLM_USE_RUST_FRONTEND,
+        "VLLM_USE_RUST_FRONTEND=1 cannot be combined with --kv-policy: requests are checked in "
+        "vLLM's front-end in Python only; unset it",
+    ),
+    Refusal(
+        "block events",
+        lambda config, _: (
+            (events := config.kv_events_config) is not None and events.enable_kv_cache_events
+        ),
+        "--kv-events-config cannot be combined with --kv-policy: pages change in place and are "
+        "not those of a prefix, so there are no events of them; remove one of the two",
+    ),
+    Refusal(
+        "returned experts",
+        lambda config, _: config.aux_output_config.enabled,
+        "--enable-return-routed-experts cannot be combined with --kv-policy: vLLM stores experts "
+        "by pages of a prefix, and a bounded cache has none; remove one of the two",
+    ),
+    Refusal(
         "context parallelism",
         lambda config, _: (
             config.parallel_config.decode_context_parallel_size > 1
@@ -253,8 +274,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "micro-batches",
-        lambda config, _: config.parallel_config.enable_dbo,
-        "--enable-dbo cannot be combined with --kv-policy: remove one of the two",
+        lambda config, _: config.parallel_config.use_ubatching,
+        "--enable-dbo and --ubatch-size cannot be combined with --kv-policy: remove one of the two",
     ),
     Refusal(
         "quantised KV cache",

@@ -2,7 +2,8 @@
 """Rejects API requests with KV policy keys where vLLM ignores them.
 
 vLLM silently accepts unknown keys in a request body, so a misplaced ``kv_budget`` would have no
-effect: the request would run under the server's policy. Only ``vllm_xargs`` is read.
+effect: the request would run under the server's policy. Only ``vllm_xargs`` is read, and at a few
+endpoints another object or none.
 """
 
 import json
@@ -18,19 +19,39 @@ from vllm_cascade.sessions.settings import SESSION_ARGUMENTS
 
 MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
 """Import path for vLLM's ``--middleware``."""
+PLACES = {
+    "/inference/v1/generate": ("sampling_params", "extra_args"),
+    "/generative_scoring": None,
+    "/v1/systemone": None,
+}
+"""Where endpoints have arguments that reach the engine, if not in ``vllm_xargs``."""
+HOLDERS = ("vllm_xargs", "sampling_params")
+"""Objects in a body that may be taken for that place."""
 ALL_KEYS = (*KEYS, *SESSION_ARGUMENTS)
 _WORDS = "|".join(["extra_body", *ALL_KEYS]).replace("_", "[_-]").encode()
 _SUSPECT = re.compile(b'"(' + _WORDS + b')"', re.IGNORECASE)
 
 
-def wrong_place(body: Any) -> tuple[str, str] | None:
-    """A misplaced or invalid key of a request body and the error message; None if all are valid."""
+def place_of(body: dict[str, Any], path: str) -> tuple[str, ...] | None:
+    """Where in its body a request has arguments that reach the engine; None: nowhere."""
+    if body.get("use_beam_search"):
+        return None
+    return next((place for end, place in PLACES.items() if path.endswith(end)), ("vllm_xargs",))
+
+
+def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
+    """A misplaced or invalid key of a request body and the error message; None if all are valid.
+
+    Args:
+        path: of the request's address, which ends with the endpoint.
+    """
     if not isinstance(body, dict):
         return None
-    for key, value in body.items():
-        if plain_key(key) in ALL_KEYS:
-            right = json.dumps({"vllm_xargs": {plain_key(key): value}})
-            return key, f"{key} is not read at the top level of a request; send {right}"
+    place = place_of(body, path)
+    for holder in (body, *(body.get(name) for name in HOLDERS if (name,) != place)):
+        for key, value in holder.items() if isinstance(holder, dict) else ():
+            if plain_key(key) in ALL_KEYS:
+                return key, _correction(key, value, place, path)
     client = body.get("extra_body")
     if isinstance(client, dict) and any(
         key == "vllm_xargs" or plain_key(key) in ALL_KEYS for key in client
@@ -39,14 +60,30 @@ def wrong_place(body: Any) -> tuple[str, str] | None:
             "extra_body is an argument of OpenAI's Python client, which sends what is in it at the "
             'top level of the request; over HTTP send {"vllm_xargs": {...}} itself'
         )
-    own = body.get("vllm_xargs")
-    for key, value in own.items() if isinstance(own, dict) else ():
+    own: Any = body
+    for name in place or ():
+        own = own.get(name) if isinstance(own, dict) else None
+    for key, value in own.items() if place and isinstance(own, dict) else ():
         if isinstance(value, bool):  # vLLM would convert it to a number
             try:
                 collect({key: value}, REQUEST)
             except KVPolicyError as error:
                 return key, str(error)
     return None
+
+
+def _correction(key: str, value: Any, place: tuple[str, ...] | None, path: str) -> str:
+    """The message about a key that is not at its place."""
+    if place is None:
+        return (
+            f"{key} has no effect: vLLM passes no arguments of a request on with use_beam_search, "
+            f"nor from {' and '.join(end for end, one in PLACES.items() if one is None)}; leave "
+            "it out"
+        )
+    right: Any = {plain_key(key): value}
+    for name in reversed(place):
+        right = {name: right}
+    return f"{key} is not read at this place of a request; send {json.dumps(right)}"
 
 
 class KVKeysMiddleware:
@@ -60,7 +97,7 @@ class KVKeysMiddleware:
             await self.app(scope, receive, send)
             return
         messages = await _all_of(receive)
-        found = wrong_place(_suspicious(messages))
+        found = wrong_place(_suspicious(messages), scope["path"])
         if found is None:
             await self.app(scope, _replay(messages, receive), send)
             return

@@ -127,7 +127,7 @@ def resolve(
         raw: the user's settings, including ``name``. ``Given`` has the user's names of them.
         max_position: positions of the model. None: unbounded, as with ALiBi.
         default_position: positions that defaults stay within. None: ``max_position``.
-        max_num_batched_tokens: most tokens that vLLM schedules in a step. None: unknown.
+        max_num_batched_tokens: most tokens of a prompt in a step of vLLM's. None: unknown.
         block_size: tokens per page. ``unit: page`` resolves to it; other units must divide it.
             None: unknown.
 
@@ -248,11 +248,11 @@ def _check_fit(
         raise Misfit(
             "prefill_stride",
             policy.prefill_stride,
-            f"is larger than max_num_batched_tokens {max_num_batched_tokens}, so no prompt could "
-            "ever be scheduled",
+            f"is larger than the {max_num_batched_tokens} tokens of a prompt that a step may have, "
+            "so no prompt could ever be scheduled",
             {"prefill_stride": max_num_batched_tokens // policy.unit * policy.unit},
             bound="at most ",
-            hint="raise --max-num-batched-tokens",
+            hint="raise --max-num-batched-tokens (and --max-num-scheduled-tokens, if given)",
         )
 
 
