@@ -180,3 +180,23 @@ def test_weights_that_change(call: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(worker, "_all_layers", lambda: layers, raising=False)
     getattr(worker, call)()
     assert order == ["vLLM", "keys", "sinks"]
+
+
+def test_norms_of_a_drafting_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cached keys are moved as the model's are, so its norms are, too."""
+    models = {name: nn.Module() for name in ("target", "drafting")}
+    for model in models.values():
+        model.query_layernorm, model.key_layernorm = nn.RMSNorm(4), nn.RMSNorm(4)
+        nn.init.constant_(model.query_layernorm.weight, 3.0)
+        nn.init.constant_(model.key_layernorm.weight, 2.0)
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="hunyuan_v1_dense"))
+    worker = CPUKVPolicyWorker.__new__(CPUKVPolicyWorker)
+    worker.model_config = config
+    worker.model_runner = SimpleNamespace(get_model=lambda: models["target"])
+    drafter = SimpleNamespace(model=models["drafting"], draft_model_config=config)
+    monkeypatch.setattr(worker, "_drafter", drafter, raising=False)
+    for _ in range(2):  # again when weights change: drafting ones stay
+        worker._move_key_weights()
+        for model in models.values():
+            assert model.query_layernorm.weight.tolist() == [6.0] * 4
+            assert model.key_layernorm.weight.tolist() == [1.0] * 4
