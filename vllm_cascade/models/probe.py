@@ -57,9 +57,8 @@ def rotaries_of(
             unknown.
     """
     for name, module in model.named_modules():
-        if isinstance(module, MambaBase) and any(
-            isinstance(part, RotaryModule) for part in module.modules()
-        ):
+        rotates = any(isinstance(part, RotaryModule) for part in module.modules())
+        if rotates and isinstance(module, MambaBase):
             raise KVPolicyError(
                 f"kv_policy: {name} is a recurrent layer that rotates what it adds to its state. A "
                 "policy bounds positions, which a state cannot follow; use --kv-policy full for "
