@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.cache.test_snapshots import Worker, request
@@ -76,6 +77,24 @@ def test_parts_that_wait_for_an_answer_follow_it(cls: type) -> None:
     engine.step(20)
     assert stream.is_finished() and stream.num_prompt_tokens == 3 * 37
     assert not engine.scheduler.requests
+
+
+def test_accepted_drafts_are_strides_though_the_prompt_goes_on() -> None:
+    """The answer ends in the step of its drafts; then all tokens so far belong to the prompt."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    scheduler = make_scheduler(KVPolicyScheduler, 60, speculative_config=drafts)
+    for part in range(2):
+        tokens = list(range(50 * part, 50 * part + 37))
+        scheduler.add_request(request("a", tokens, max_tokens=4, resumable=True))
+    strides = []
+    for sampled, proposed in ([SAMPLED], [SAMPLED] * 2), ([SAMPLED] * 3, []):
+        output = scheduler.schedule()
+        result = ModelRunnerOutput(["a"], {"a": 0}, [sampled])
+        (outputs,) = scheduler.update_from_output(output, result).values()
+        scheduler.update_draft_token_ids(DraftTokenIds(["a"], [proposed]))
+        strides.append(outputs.scheduler_stats.kv_policy.strides)
+    assert scheduler.requests["a"].num_prompt_tokens == 37 + 3 + 37
+    assert strides == [3, 3], "strides of 16, 16 and 5; then a token and two drafts"
 
 
 @pytest.mark.parametrize("cls", SCHEDULERS)

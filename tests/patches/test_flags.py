@@ -212,15 +212,34 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert "KV policy 'sink' of another package is ignored" in ignored
 
 
-@pytest.mark.parametrize(("most", "count"), [(256, 1), (260, 5), (2048, None)])
+DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2}
+
+
+@pytest.mark.parametrize(
+    ("most", "settings", "count"),
+    [
+        (256, {}, 1),
+        (260, {}, 5),
+        (2048, {}, None),
+        (2048, {"max_num_scheduled_tokens": 260}, 5),
+        (266, {"speculative_config": NGRAM}, 6),
+        # A row of two tokens and the room that vLLM keeps for a draft; the prompt's room, too.
+        (272, {"speculative_config": DRAFTS}, 6),
+    ],
+)
 def test_a_stride_that_must_wait_is_logged(
-    most: int, count: int | None, monkeypatch: pytest.MonkeyPatch
+    most: int, settings: dict[str, Any], count: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     log = SimpleNamespace(info=lambda *_: None, warning=lambda line, *_: lines.append(line))
     monkeypatch.setattr(vllm_cascade.engine.configure, "logger", log)
     EngineArgs(
-        model=str(MODEL), kv_policy="sink", max_num_batched_tokens=most, max_num_seqs=64
+        model=str(MODEL),
+        kv_policy="sink",
+        max_num_batched_tokens=most,
+        max_num_seqs=64,
+        **settings,
     ).create_engine_config()
     waits = [line for line in lines if "and waits" in line]
     assert len(waits) == (count is not None)

@@ -48,12 +48,16 @@ class Recorder:
                 self.add(layer, pages, blocks, row[NEW_SLOTS], row[STREAM] + row[LENGTH])
 
     def forget(self, layer: str, first_page: int, end: int) -> None:
-        """Drop what a layer kept of a request after more than ``end`` tokens: they were drafts."""
-        self.kept = [
-            kept
-            for kept in self.kept
-            if (kept.layer, kept.first_page) != (layer, first_page) or kept.end <= end
-        ]
+        """Drop what a layer kept of a request after more than ``end`` tokens: they were drafts.
+
+        These are its last ones. Earlier ones on the same page may be those of another request.
+        """
+        for i in reversed(range(len(self.kept))):
+            kept = self.kept[i]
+            if (kept.layer, kept.first_page) == (layer, first_page):
+                if kept.end <= end:
+                    return
+                del self.kept[i]
 
     def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
         """Record what one request's first ``num_slots`` slots keep after ``end`` tokens."""

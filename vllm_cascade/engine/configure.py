@@ -73,10 +73,15 @@ def apply_policy(
 def prompt_tokens(config: VllmConfig) -> int:
     """Most tokens of a prompt in a step; fewer than ``--max-num-batched-tokens`` if vLLM keeps
     room for drafts, or has a lower ``--max-num-scheduled-tokens``."""
-    limits, drafts = config.scheduler_config, config.speculative_config
+    batched = batched_tokens(config)
+    return min(batched, config.scheduler_config.max_num_scheduled_tokens or batched)
+
+
+def batched_tokens(config: VllmConfig) -> int:
+    """``--max-num-batched-tokens`` without the room that vLLM keeps for a request's drafts."""
+    drafts = config.speculative_config
     slots = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
-    batched = limits.max_num_batched_tokens
-    return min(batched - slots, limits.max_num_scheduled_tokens or batched)
+    return config.scheduler_config.max_num_batched_tokens - slots
 
 
 def _check_stream_fits(max_model_len: int, native_max_len: int) -> None:
@@ -162,7 +167,12 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
     for name, error in UNUSABLE.items():
         logger.warning("KV policy %r of another package is ignored (%s)", name, error)
     limits = config.scheduler_config
-    decoding = (prompt_tokens(config) - policy.prefill_stride) // (1 + most_drafts(config))
+    # A request that decodes takes a token and its drafts, and the room that vLLM keeps for them.
+    each = 1 + most_drafts(config) + limits.max_num_batched_tokens - batched_tokens(config)
+    decoding = min(
+        (batched_tokens(config) - policy.prefill_stride) // each,
+        (prompt_tokens(config) - policy.prefill_stride) // (1 + most_drafts(config)),
+    )
     if decoding < limits.max_num_seqs - 1:
         logger.warning(
             f"KV policy {policy.name}: while {decoding + 1} or more requests decode, a prompt's "

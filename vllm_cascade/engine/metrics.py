@@ -110,15 +110,15 @@ class Meter:
         self._copies, self._schedule_of, self._states = copies, schedule_of, states
         self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
-    def step(self, scheduled: Iterable[tuple[Request, int, int]]) -> None:
+    def step(self, scheduled: Iterable[tuple[Request, int, int, int]]) -> None:
         """Count a step's tokens, or its accepted drafts.
 
         Args:
-            scheduled: requests, each with the index of its first token and the number of tokens.
+            scheduled: requests, each with the index of its first token, the number of tokens and
+                the length of its prompt; 0 for drafts, since a streaming prompt may have grown.
         """
         for schedule, rows in self._by_schedule(scheduled):
-            numbers = [(first, n, r.num_prompt_tokens) for r, first, n in rows]
-            first, num, prompt = np.asarray(numbers, dtype=np.int64).T
+            first, num, prompt = np.asarray([row[1:] for row in rows], dtype=np.int64).T
             end = first + num
             grown = schedule.counts(end) - schedule.counts(first)
             self._grown.evicted_tokens += int((num - grown).sum())

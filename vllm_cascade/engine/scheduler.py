@@ -492,12 +492,12 @@ class _StrideAligned(_Base):
                 (self.requests[name], num - len(drafts.get(name, ())))
                 for name, num in scheduler_output.num_scheduled_tokens.items()
             ]
-            self._meter.step((request, request.num_computed_tokens, num) for request, num in rows)
+            self._meter.step((r, r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows)
         super()._update_after_schedule(scheduler_output)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
-        accepted = [(r, begin, r.num_computed_tokens - begin) for r, begin in self._drafted]
+        accepted = [(r, begin, r.num_computed_tokens - begin, 0) for r, begin in self._drafted]
         self._meter.step(row for row in accepted if row[2] > 0)
         self._drafted = []
         if stats is None:
