@@ -36,7 +36,7 @@ from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.recurrent import RECURRENT, write_recurrent
 from vllm_cascade.sessions import files, tiers
 from vllm_cascade.sessions.files import Folder
-from vllm_cascade.sessions.index import Command
+from vllm_cascade.sessions.session import Command
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 __all__ = ["experts_in_one_group"]  # a fixture

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import ROOT
 from vllm_cascade.cli import main
 from vllm_cascade.sessions.files import FOREIGN, SUFFIX, file_name, write
-from vllm_cascade.sessions.index import Session
+from vllm_cascade.sessions.session import Session
 
 
 @pytest.fixture

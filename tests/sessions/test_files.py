@@ -25,7 +25,7 @@ from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, Folder, Unusable, file_name, read, write
-from vllm_cascade.sessions.index import Command, Report, Session
+from vllm_cascade.sessions.session import Command, Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 ENGINE = {key: f"this {key}" for key in FOREIGN}
@@ -386,7 +386,7 @@ KILLED = """
 import sys, torch
 from pathlib import Path
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
-from vllm_cascade.sessions.index import Session
+from vllm_cascade.sessions.session import Session
 folder = Path(sys.argv[1])
 print("ready", flush=True)
 for n in range(10**6):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_cascade.sessions.index import Command, Report, Session, SessionIndex, token_digests
+from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.session import Command, Report, Session, token_digests
 
 TEXT = list(range(100, 140))
 

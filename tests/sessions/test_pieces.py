@@ -18,7 +18,7 @@ from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files, pieces
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX, Folder
-from vllm_cascade.sessions.index import Command, Session
+from vllm_cascade.sessions.session import Command, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 FIRST = 4

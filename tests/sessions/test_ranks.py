@@ -12,8 +12,9 @@ from tests.sessions.test_files import ENGINE, pools, wait
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import Folder, file_name, read_header, write
-from vllm_cascade.sessions.index import Command, Report, Session, SessionIndex
+from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.ranks import Outcome, Ranks
+from vllm_cascade.sessions.session import Command, Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 WORLD = 2

@@ -46,7 +46,7 @@ from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.strides import aligned_chunk, first_stride
 from vllm_cascade.recall.memory import RecallMemory
-from vllm_cascade.sessions.index import Command
+from vllm_cascade.sessions.session import Command
 from vllm_cascade.sessions.settings import SessionSettings
 
 

@@ -25,13 +25,8 @@ from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.sessions.files import DAMAGED, FORMAT, Folder, first_difference
-from vllm_cascade.sessions.index import (
-    Command,
-    Report,
-    Session,
-    SessionCounters,
-    SessionIndex,
-)
+from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.session import Command, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
 from vllm_cascade.step.drafts import MODEL_DRAFTERS
 

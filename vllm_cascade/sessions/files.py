@@ -27,7 +27,7 @@ import torch
 import xxhash
 
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.index import Session
+from vllm_cascade.sessions.session import Session
 
 FORMAT = "4"
 """Another one for every change of how files or chunks of evicted units (``recall/log.py``) look."""

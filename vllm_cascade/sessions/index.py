@@ -9,166 +9,25 @@ The index holds no states. It issues commands, which workers execute (``tiers.py
 from their reports which files were written and read.
 """
 
-import hashlib
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-DIGEST_BYTES = 16
+from vllm_cascade.sessions.session import (
+    DIGEST_BYTES,
+    Command,
+    Report,
+    Session,
+    SessionCounters,
+    session_id,
+    token_digests,
+)
+
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
-
-
-def token_digests(tokens: np.ndarray, lengths: Iterable[int]) -> dict[int, str]:
-    """Digests of the prefixes of a token sequence.
-
-    Args:
-        tokens: int32 ``[T]``.
-        lengths: ascending, each at most ``T``.
-    """
-    running = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    found, begin = {}, 0
-    for length in lengths:
-        running.update(tokens[begin:length].tobytes())
-        found[length], begin = running.copy().hexdigest(), length
-    return found
-
-
-def session_id(context: str, tokens: str, num_tokens: int) -> str:
-    """Identifier of a session, also the name of its file."""
-    text = f"{context} {tokens} {num_tokens}"
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-@dataclass(eq=False)
-class Session:
-    """One session.
-
-    Attributes:
-        context: digest of everything besides tokens that the state depends on: the request's
-            policy, its cache salt and its LoRA adapter.
-        tokens: digest of the tokens.
-        num_bytes: bytes that its state takes, in memory and on disk.
-        prompt: length and digest of the prompt that its last tokens answer; empty: not known.
-        name: what a request pinned it under; None: not pinned.
-        used: seconds since the epoch at which it was last kept or used.
-        stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
-            states that differ, and parts of two such states must not meet.
-        in_memory: all workers hold its state.
-        on_disk: all workers have written its file.
-        writing, reading: workers are writing or reading its file.
-        waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
-        continued: a later session began with it; it leaves a tier before those that end a chat.
-    """
-
-    context: str
-    tokens: str
-    num_tokens: int
-    num_bytes: int
-    prompt: str = ""
-    name: str | None = None
-    used: float = 0.0
-    stamp: str = ""
-    in_memory: bool = False
-    on_disk: bool = False
-    writing: bool = False
-    reading: bool = False
-    waiting: set[str] = field(default_factory=set)
-    continued: bool = False
-    id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.id = session_id(self.context, self.tokens, self.num_tokens)
-
-    @property
-    def header(self) -> dict[str, str]:
-        """What a file says of the session."""
-        return {
-            "context": self.context,
-            "tokens": self.tokens,
-            "num_tokens": str(self.num_tokens),
-            "num_bytes": str(self.num_bytes),
-            "prompt": self.prompt,
-            "name": self.name or "",
-            "stamp": self.stamp,
-        }
-
-    @classmethod
-    def of(cls, header: Mapping[str, Any], used: float) -> Self:
-        """The session that a file's header describes.
-
-        Raises:
-            KeyError, ValueError: the header is not a session's.
-        """
-        numbers = int(header["num_tokens"]), int(header["num_bytes"])
-        name = header["name"] or None
-        known = header["context"], header["tokens"], *numbers
-        session = cls(*known, name=name, used=used, stamp=header["stamp"])
-        session.prompt = header.get("prompt", "")
-        return session
-
-
-@dataclass(frozen=True)
-class Command:
-    """One thing that workers do before a step. They execute commands in order.
-
-    Attributes:
-        op: ``save`` copies pages to memory, ``restore`` copies memory to pages, ``write`` writes
-            memory to a file, ``read`` reads a file into memory, ``drop`` frees memory, ``remove``
-            deletes a file. Threads of a worker execute ``write``, ``remove`` and ``read``.
-        id: the session's.
-        pages: for ``save`` and ``restore``: block ids of the state's pages, in order.
-        header: for ``write``: what the file says of engine and session; for ``read``: what it must
-            say.
-    """
-
-    op: Literal["save", "restore", "write", "read", "drop", "remove"]
-    id: str
-    pages: tuple[int, ...] = ()
-    header: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Report:
-    """What workers' threads finished since the last report.
-
-    Attributes:
-        written: sessions whose files are complete.
-        unwritten: sessions whose files could not be written.
-        read: sessions that are in memory again, with the seconds that it took.
-        unreadable: sessions whose files could not be read, each with the reason.
-    """
-
-    written: list[str] = field(default_factory=list)
-    unwritten: list[str] = field(default_factory=list)
-    read: dict[str, float] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.written or self.unwritten or self.read or self.unreadable)
-
-
-@dataclass
-class SessionCounters:
-    """Session statistics since the engine started.
-
-    Attributes:
-        hits: requests that started from a session, by the tier that held it.
-        hit_tokens: tokens that these requests did not compute.
-        misses: requests or sessions that found nothing or were lost, by reason.
-        kept: sessions kept.
-        load_seconds: durations of reads from disk; the reader empties the list.
-    """
-
-    hits: Counter[str] = field(default_factory=Counter)
-    hit_tokens: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    kept: int = 0
-    load_seconds: list[float] = field(default_factory=list)
 
 
 def _uncount(counters: dict[str, Counter[Any]], context: str, key: Any) -> None:

@@ -21,9 +21,9 @@ from vllm_cascade.log import logger
 from vllm_cascade.recall.stores import Piece, Units, UnitStores
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies, Tensors
-from vllm_cascade.sessions.index import Command, Report
 from vllm_cascade.sessions.pieces import Listed, Pieces
 from vllm_cascade.sessions.ranks import Outcome, Ranks
+from vllm_cascade.sessions.session import Command, Report
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
