@@ -55,6 +55,22 @@ def test_another_engines_sessions(
     assert len(list(tmp_path.glob("*.session"))) == 3
 
 
+def test_names_come_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from sessions' files, which hold what was true when they were written."""
+    first, second, third = (session(n) for n in range(3))
+    for one in (first, second, third):
+        write(tmp_path / file_name(one.id, 0, 1), header_of(one, rank="0of1"), tensors())
+    Folder(tmp_path).write_names({"scope a": second.id, "scope b": "a session that is gone"})
+    index, said = scanned(tmp_path, monkeypatch)
+    assert [one.name for one in index._sessions.values()].count(None) == 2 and not said
+    pinned = index.named("scope a")
+    assert pinned is not None and pinned.id == second.id and index.named("scope b") is None
+    (tmp_path / "names.json").write_text("{half a fi")
+    index, said = scanned(tmp_path, monkeypatch)
+    assert len(index) == 3 and index.named("scope a") is None
+    assert "names.json: " in said[0] and "no session is pinned" in said[0]
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing rank"])
 def test_damaged_files_at_start(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

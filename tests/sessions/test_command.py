@@ -10,14 +10,14 @@ import torch
 
 from tests.conftest import ROOT
 from vllm_cascade.cli import main
-from vllm_cascade.sessions.files import FOREIGN, SUFFIX, file_name, write
+from vllm_cascade.sessions.files import FOREIGN, SUFFIX, Folder, file_name, write
 from vllm_cascade.sessions.session import Session
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for num, name in ((5, None), (70000, "mine"), (9, None)):
-        one = Session("context", f"tokens{num}", num, 100, name=name)
+    for num in (5, 70000, 9):
+        one = Session("context", f"tokens{num}", num, 100)
         header = {**dict.fromkeys(FOREIGN, "this"), **one.header, "model_name": "a-model"}
         header["rank"] = "0of1"
         write(
@@ -25,6 +25,8 @@ def folder(tmp_path: Path) -> Path:
             header,
             {"a": torch.zeros(1 << 20, dtype=torch.int8)},
         )
+        if num == 70000:
+            Folder(tmp_path).write_names({"scope mine": one.id})
     return tmp_path
 
 

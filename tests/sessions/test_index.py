@@ -266,3 +266,43 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         lengths = [n for counter in index._lengths.values() for n in counter.elements()]
         assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
         assert all(s.name == "n" for s in index._by_name.values())
+
+
+def test_names_that_a_file_must_hold() -> None:
+    """The version changes with the names, and not with turns that have none."""
+    index = SessionIndex(10**9, 10**9)
+    first = keep(index, [1], name="mine")
+    assert index.names() == {"mine": first} and index.names_version == 1
+    keep(index, [2])
+    keep(index, [1], name="mine")
+    assert index.names_version == 1
+    second = keep(index, [1, 2], name="mine")
+    assert index.names() == {"mine": second} and index.names_version == 2
+    index.release("mine")
+    assert index.names() == {} and index.names_version == 3
+    session = Session("c", token_digests_of([7]), 1, 10)
+    assert index.adopt(session, "other") and index.names() == {"other": session.id}
+
+
+def test_a_turns_file_stays_until_the_next_one_is_written() -> None:
+    """A full folder loses the other session; then the continued turn leaves first."""
+    index = SessionIndex(10**9, disk_bytes=30)
+    other, turn = keep(index, [9]), keep(index, [1])
+    keep(index, [8])
+    written(index)
+    index.find("c", [9, 9], 1, 0).used = 1
+    index._sessions.move_to_end(other)  # the turn is the least recently used
+    index._sessions.move_to_end(index.find("c", [8, 9], 1, 0).id)
+    following = keep(index, [1, 2], before=turn)
+    commands = index.take_commands()
+    assert [(c.op, c.id) for c in commands] == [
+        ("save", following),
+        ("remove", other),
+        ("write", following),
+    ]
+    later = keep(index, [7])  # while the next turn is being written
+    assert turn not in {c.id for c in index.take_commands() if c.op == "remove"} and later
+    index.note(Report(written=[following]))
+    keep(index, [6])
+    assert turn in {c.id for c in index.take_commands() if c.op == "remove"}
+    assert not index.counters.misses

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import DAMAGED, FORMAT, Folder, first_difference
+from vllm_cascade.sessions.files import DAMAGED, FORMAT, Folder, Unusable, first_difference
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
@@ -180,6 +181,8 @@ class SchedulerSessions:
         self.started: dict[str, str] = {}  # sessions that running requests started from
         path = settings.folder(config.parallel_config.data_parallel_index)
         self.folder = None if path is None else Folder(path)
+        self._keeper = ThreadPoolExecutor(1, "kv-sessions-names")
+        self._names_version = 0  # of the names that are in the folder, or on their way
         if self.folder is not None:
             self.folder.open()
             self._scan(self.folder)
@@ -226,6 +229,7 @@ class SchedulerSessions:
             self.index.counters.misses["damaged"] += 1
         foreign: dict[str, int] = {}
         usable, room = [], self.index.disk_bytes
+        names = {id_: name for name, id_ in self._names_of(folder).items()}
         for entry in reversed(entries):
             differs = first_difference(entry.header, self._header)
             if differs is not None:
@@ -238,7 +242,7 @@ class SchedulerSessions:
             else:
                 usable.append(session)
         for session in reversed(usable):
-            self.index.adopt(session)
+            self.index.adopt(session, names.get(session.id))
         folder.remove_unused()
         for what, number in foreign.items():
             self.index.counters.misses["foreign"] += number
@@ -249,6 +253,14 @@ class SchedulerSessions:
                 folder.path,
                 what,
             )
+
+    @staticmethod
+    def _names_of(folder: Folder) -> dict[str, str]:
+        try:
+            return folder.names()
+        except Unusable as error:
+            logger.warning("KV sessions: %s; no session is pinned", error)
+            return {}
 
     def context(self, request: Request) -> str | None:
         """What a request's state depends on besides tokens; None: it is not kept.
@@ -271,9 +283,23 @@ class SchedulerSessions:
                 (file.name, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files
             ]
             lora = [request.lora_request.lora_name, str(path), stats]
+        return _digest([policy, self._salted(request), lora])
+
+    @staticmethod
+    def _salted(request: Request) -> str | None:
         salt = request.cache_salt
-        salted = None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
-        return _digest([policy, salted, lora])
+        return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
+
+    def _name_of(self, request: Request) -> str | None:
+        """What a request pins its session under: the name given, of its salt and adapter only.
+
+        So a client without the salt of a session can neither take its name nor release it.
+        """
+        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+        if (name := arguments.get(NAME)) is None:
+            return None
+        lora = request.lora_request
+        return f"{_digest([self._salted(request), lora and lora.lora_name])} {name}"
 
     # --- requests that start ----------------------------------------------------------------------
 
@@ -355,7 +381,7 @@ class SchedulerSessions:
         self._tiers.pop(name, None)
         continued = self.started.pop(name, None)
         arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
-        pinned = arguments.get(NAME)
+        pinned = self._name_of(request)
         if pinned is not None and arguments.get(RELEASE):
             self.index.release(pinned)
             return
@@ -378,7 +404,27 @@ class SchedulerSessions:
     # --- workers ----------------------------------------------------------------------------------
 
     def take_commands(self) -> tuple[Command, ...]:
+        self._keep_names()
         return tuple(self.index.take_commands())
+
+    def _keep_names(self) -> None:
+        """Let a thread write the names to the folder, if they have changed."""
+        if self.folder is not None and self._names_version != self.index.names_version:
+            self._names_version = self.index.names_version
+            self._keeper.submit(self._write_names, self._names_version, self.index.names())
+
+    def _write_names(self, number: int, names: dict[str, str]) -> None:
+        if self.folder is None or number != self._names_version:
+            return  # later ones follow
+        try:
+            self.folder.write_names(names)
+        except OSError as error:
+            logger.warning(
+                "KV sessions: names could not be written to %s (%s); after a restart other "
+                "sessions may be pinned",
+                self.folder.path,
+                error,
+            )
 
     def note(self, report: Report | None) -> None:
         if report is not None:
@@ -401,5 +447,7 @@ class SchedulerSessions:
         )
 
     def close(self) -> None:
+        self._keep_names()
+        self._keeper.shutdown()
         if self.folder is not None:
             self.folder.close()

@@ -29,8 +29,9 @@ def run(path: Path, action: str, names: list[str]) -> None:
         raise ValueError("remove takes the names or ids of sessions, list and verify take none")
     folder = Folder(path)
     entries, bad = folder.entries()
+    pinned = _pinned(folder)
     if action == "remove":
-        for entry in [_chosen(entries, name) for name in names]:
+        for entry in [_chosen(entries, pinned, name) for name in names]:
             folder.remove(entry.files)
             print(f"removed {entry.id}")
         with suppress(KVPolicyError):  # a running server removes evicted units itself
@@ -40,15 +41,26 @@ def run(path: Path, action: str, names: list[str]) -> None:
     elif action == "verify":
         _verify(folder, entries, bad)
     else:
-        _list(folder, entries, bad)
+        _list(folder, entries, bad, pinned)
 
 
-def _list(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
+def _pinned(folder: Folder) -> dict[str, str]:
+    """What clients called the pinned sessions, by id; several may have chosen the same name."""
+    try:
+        return {id_: key.partition(" ")[2] for key, id_ in folder.names().items()}
+    except Unusable as error:
+        print(f"unusable: {error}")
+        return {}
+
+
+def _list(
+    folder: Folder, entries: list[Entry], bad: list[tuple[str, str]], pinned: dict[str, str]
+) -> None:
     print(f"{'id':32}  {'tokens':>9}  {'MiB':>9}  {'unused for':>10}  model, name")
     for entry in entries:
         header, age = entry.header, _age(time.time() - entry.used)
         tokens, mib = int(header["num_tokens"]), entry.num_bytes / 2**20
-        label = ", ".join(filter(None, [header.get("model_name"), header["name"]]))
+        label = ", ".join(filter(None, [header.get("model_name"), pinned.get(entry.id)]))
         print(f"{entry.id}  {tokens:9,}  {mib:9,.1f}  {age:>10}  {label}")
     names = {name for entry in entries for name in _names(entry)}
     total = sum(map(folder.size, names)) / 2**20
@@ -85,9 +97,9 @@ def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) ->
     print(f"{len(entries)} sessions, all files are whole")
 
 
-def _chosen(entries: list[Entry], name: str) -> Entry:
-    named = [entry for entry in entries if entry.header["name"] == name]
-    found = named[-1:] or [entry for entry in entries if entry.id.startswith(name)]
+def _chosen(entries: list[Entry], pinned: dict[str, str], name: str) -> Entry:
+    named = [entry for entry in entries if pinned.get(entry.id) == name]
+    found = named or [entry for entry in entries if entry.id.startswith(name)]
     if len(found) != 1:
         raise ValueError(f"{len(found)} sessions are called {name!r}; `list` shows names and ids")
     return found[0]

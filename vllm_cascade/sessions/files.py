@@ -5,8 +5,8 @@ A file is written under a temporary name, synced and renamed, so that a crash le
 whole file or none. Its header holds a checksum of everything else in the file, and what the state
 depends on: model, policy, layout, versions. A file is used only if all of that is as here.
 Evicted units are in files of their own, which sessions share (``pieces.py``). A session's header
-names these and their checksums. Nothing is unpickled. The folder and its files are readable by
-their owner only.
+names these and their checksums. One more file holds the names under which sessions are pinned.
+Nothing is unpickled. The folder and its files are readable by their owner only.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ import xxhash
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.session import Session
 
-FORMAT = "4"
+FORMAT = "5"
 """Another one for every change of how files or chunks of evicted units (``recall/log.py``) look."""
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
 DAMAGED = "damaged"
 """Folder inside the sessions' folder to which damaged files are moved."""
-LOCK = "lock"
+LOCK, NAMES = "lock", "names.json"
 FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "parallelism", "layout")
 """Header entries that must be equal here and in a file, in the order in which they are compared."""
 DTYPES = {
@@ -172,14 +172,22 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
         }
     text = json.dumps(description).encode()
     text += b" " * (-(8 + len(text)) % mmap.PAGESIZE)  # tensors begin with a page
+    with _replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in sorted(tensors.items()):
+            file.write(_raw(tensor))
+    return metadata["checksum"]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BufferedWriter]:
+    """Open a file that is under its name, synced, only if what is done inside succeeds."""
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for _, tensor in sorted(tensors.items()):
-                file.write(_raw(tensor))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
@@ -188,7 +196,6 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    return metadata["checksum"]
 
 
 def _sync_folder(folder: Path) -> None:
@@ -293,7 +300,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         raise Unusable("missing", str(error)) from error
     except OSError as error:
         raise Unusable("io", str(error)) from error
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise Unusable("damaged", f"{path.name}: {error}") from error
 
 
@@ -340,7 +347,7 @@ class Folder:
                 "a folder of its own"
             ) from error
         self._lock = descriptor
-        for suffix in (SUFFIX, PIECE_SUFFIX):  # of a process that ended while writing
+        for suffix in (SUFFIX, PIECE_SUFFIX, NAMES):  # of a process that ended while writing
             for leftover in self.path.glob(f".*{suffix}"):
                 leftover.unlink(missing_ok=True)
 
@@ -393,6 +400,30 @@ class Folder:
                 continue
             entries.append(Entry(session, headers[0], size, used, names, pieces))
         return sorted(entries, key=lambda entry: entry.used), bad
+
+    def names(self) -> dict[str, str]:
+        """Ids of pinned sessions by name; some may be gone.
+
+        Raises:
+            Unusable: the file that holds them cannot be read.
+        """
+        try:
+            with _opened(self.path / NAMES) as file:
+                found = json.load(file)
+                return {str(name): str(session) for name, session in found.items()}
+        except Unusable as error:
+            if error.reason == "missing":
+                return {}
+            raise
+
+    def write_names(self, names: Mapping[str, str]) -> None:
+        """Replace the names under which sessions are pinned.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with _replacing(self.path / NAMES) as file:
+            file.write(json.dumps(dict(names)).encode())
 
     def move_aside(self, name: str) -> None:
         """Move a damaged file to where no session is looked for, if the folder can be written."""

@@ -63,6 +63,7 @@ class SessionIndex:
         self.used = {"memory": 0, "disk": 0}  # bytes
         self.held = {"memory": 0, "disk": 0}  # sessions; one can be in both
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self.names_version = 0  # changes whenever ``names`` does
         self._by_name: dict[str, Session] = {}
         self._lengths: dict[str, Counter[int]] = {}  # by context
         self._prompts: dict[str, Counter[str]] = {}  # by context
@@ -74,6 +75,10 @@ class SessionIndex:
     def named(self, name: str) -> Session | None:
         """The session that is pinned under a name."""
         return self._by_name.get(name)
+
+    def names(self) -> dict[str, str]:
+        """Ids of the pinned sessions by name."""
+        return {name: session.id for name, session in self._by_name.items()}
 
     # --- search ---------------------------------------------------------------------------------
 
@@ -175,24 +180,23 @@ class SessionIndex:
             self.counters.misses["memory_full"] += 1
             return False
         if before in self._sessions:
-            self._sessions[before].continued = True
+            self._sessions[before].continued, session.before = True, before
         self._add(session)
         self._pin(session, name)
         self._set_memory(session, in_memory=True)
         self._command("save", session, pages=tuple(pages))
         self.counters.kept += 1
-        if self.disk_bytes and self._make_disk_room(num_bytes):
+        if self.disk_bytes and self._make_disk_room(session):
             self._set_disk(session, writing=True)
             self._command("write", session, header={**self._header, **session.header})
         return True
 
-    def adopt(self, session: Session) -> bool:
+    def adopt(self, session: Session, name: str | None = None) -> bool:
         """Take a session found in the folder at start; False if it does not fit the bounds."""
         full = self.used["disk"] + session.num_bytes > self.disk_bytes
         if full or session.num_bytes > self.memory_bytes or session.id in self._sessions:
             return False
         self._add(session)
-        name, session.name = session.name, None
         self._pin(session, name)
         self._set_disk(session, on_disk=True)
         return True
@@ -279,17 +283,19 @@ class SessionIndex:
             _uncount(self._prompts, session.context, session.prompt)
         if session.name is not None and self._by_name.get(session.name) is session:
             del self._by_name[session.name]
+            self.names_version += 1
         self.version += 1
 
     def _pin(self, session: Session, name: str | None) -> None:
         """Pin a session under a name; the session that had the name before loses it."""
-        if name is None:
+        if name is None or self._by_name.get(name) is session:
             return
         if session.name is not None:
             self._by_name.pop(session.name, None)
         if (before := self._by_name.get(name)) is not None:
             before.name = None
         session.name, self._by_name[name] = name, session
+        self.names_version += 1
 
     def _set_memory(self, session: Session, in_memory: bool = False, reading: bool = False) -> None:
         before, after = session.in_memory or session.reading, in_memory or reading
@@ -334,15 +340,20 @@ class SessionIndex:
                 self.forget(session)
         return True
 
-    def _make_disk_room(self, num_bytes: int) -> bool:
-        """Free space in the folder in the order of ``_leaving``; pinned sessions stay."""
-        free = self.disk_bytes - self.used["disk"]
+    def _make_disk_room(self, written: Session) -> bool:
+        """Free space in the folder in the order of ``_leaving``; pinned sessions stay.
+
+        So does what a session continues until that session's own file is complete: a crash must
+        not find a chat without any file.
+        """
+        num_bytes, free = written.num_bytes, self.disk_bytes - self.used["disk"]
+        needed = {one.before for one in self._sessions.values() if one.writing or one is written}
         chosen = []
         for session in self._leaving() if free < num_bytes else ():
             if free >= num_bytes:
                 break
             idle = session.on_disk and not session.waiting and not session.reading
-            if idle and session.name is None:
+            if idle and session.name is None and session.id not in needed:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:

@@ -43,7 +43,8 @@ class Session:
         tokens: digest of the tokens.
         num_bytes: bytes that its state takes, in memory and on disk.
         prompt: length and digest of the prompt that its last tokens answer; empty: not known.
-        name: what a request pinned it under; None: not pinned.
+        name: what a request pinned it under; None: not pinned. Names are in a file of their own
+            (``Folder.names``), because they move on without a session's file being written again.
         used: seconds since the epoch at which it was last kept or used.
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
             states that differ, and parts of two such states must not meet.
@@ -52,6 +53,7 @@ class Session:
         writing, reading: workers are writing or reading its file.
         waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
         continued: a later session began with it; it leaves a tier before those that end a chat.
+        before: id of the session that it continues.
     """
 
     context: str
@@ -68,6 +70,7 @@ class Session:
     reading: bool = False
     waiting: set[str] = field(default_factory=set)
     continued: bool = False
+    before: str = ""
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +85,6 @@ class Session:
             "num_tokens": str(self.num_tokens),
             "num_bytes": str(self.num_bytes),
             "prompt": self.prompt,
-            "name": self.name or "",
             "stamp": self.stamp,
         }
 
@@ -94,9 +96,8 @@ class Session:
             KeyError, ValueError: the header is not a session's.
         """
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
-        name = header["name"] or None
         known = header["context"], header["tokens"], *numbers
-        session = cls(*known, name=name, used=used, stamp=header["stamp"])
+        session = cls(*known, used=used, stamp=header["stamp"])
         session.prompt = header.get("prompt", "")
         return session
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler's sessions without an engine: names, adapters, changed weights, an idle server."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.request import Request
+
+from tests.engine.test_scheduler import finish_step, make_scheduler
+from vllm_cascade.engine.admission import check_session
+from vllm_cascade.engine.scheduler import KVPolicyScheduler
+
+PROMPT = list(range(1, 21))
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Any]:
+    made = make_scheduler(KVPolicyScheduler, num_pages=40, kv_sessions=True)
+    yield made
+    made.shutdown()
+
+
+def in_folder(folder: Path) -> Any:
+    settings = {"kv_sessions": True, "kv_sessions_dir": str(folder)}
+    return make_scheduler(KVPolicyScheduler, num_pages=40, **settings)
+
+
+def ask(scheduler: Any, prompt: list[int], lora: Any = None, salt: str | None = None, **args: Any):
+    """Run a request of three tokens until it has ended; returns its tokens."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=args)
+    params.update_from_generation_config({}, 0)
+    name = f"r{ask.number}"
+    ask.number += 1
+    one = Request(name, prompt, params, None, lora_request=lora, cache_salt=salt)
+    scheduler.add_request(one)
+    while not one.is_finished():
+        finish_step(scheduler, scheduler.schedule())
+    return [*prompt, *one.output_token_ids]
+
+
+ask.number = 0
+
+
+def index_of(scheduler: Any) -> Any:
+    return scheduler.sessions.index
+
+
+def names_in(folder: Path) -> dict[str, str]:
+    return json.loads((folder / "names.json").read_text())
+
+
+def test_a_name_is_its_clients_own(scheduler: Any) -> None:
+    """Another cache salt neither takes nor releases it."""
+    index = index_of(scheduler)
+    ask(scheduler, PROMPT, salt="ours", kv_session="chat")
+    ask(scheduler, [5, 6], salt="theirs", kv_session="chat")
+    assert len(index) == 2 and not index.counters.misses["name_diverged"]
+    ask(scheduler, [7, 8], salt="theirs", kv_session="chat", kv_session_release=True)
+    ask(scheduler, [7, 8], kv_session="chat", kv_session_release=True)
+    (left,) = index._sessions.values()
+    assert left.num_tokens == len(PROMPT) + 2 and left.name is not None
+    ask(scheduler, [7, 8], salt="ours", kv_session="chat", kv_session_release=True)
+    assert len(index) == 0
+
+
+def test_names_are_in_one_file(tmp_path: Path) -> None:
+    """A name that is released does not come back; one that moved on is the newest turn's."""
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    ends = {}
+    for chat in ("kept", "released"):
+        history = ask(scheduler, [len(chat), *PROMPT], kv_session=chat)
+        ends[chat] = ask(scheduler, [*history, 9], kv_session=chat)
+    assert len(index) == 4
+    ask(scheduler, [1], kv_session="released", kv_session_release=True)
+    scheduler.shutdown()
+    (key,) = names_in(tmp_path)
+    assert key.endswith(" kept") and (tmp_path / "names.json").stat().st_mode & 0o077 == 0
+    newest = names_in(tmp_path)[key]
+    assert index._sessions[newest].num_tokens == len(ends["kept"]) - 1
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("value", ["false", "true", 2, 0.5, [True]])
+def test_a_release_is_yes_or_no(value: Any, scheduler: Any) -> None:
+    for right in (True, False, 0, 1, None):
+        args = {"kv_session": "mine", "kv_session_release": right}
+        check_session(scheduler.vllm_config, SamplingParams(extra_args=args))
+    params = SamplingParams(extra_args={"kv_session": "mine", "kv_session_release": value})
+    with pytest.raises(VLLMValidationError, match="kv_session_release must be true or false"):
+        check_session(scheduler.vllm_config, params)
