@@ -2,6 +2,7 @@
 """What a new server takes of a folder: only states of an engine like itself; it says what else."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,14 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.conftest import MODEL
 from tests.oracle.random_models import write_llama
 from tests.sessions.test_files import ENGINE, header_of, session, tensors
-from vllm_cascade.engine import sessions
-from vllm_cascade.engine.sessions import (
-    SchedulerSessions,
+from vllm_cascade.engine import session_header, sessions
+from vllm_cascade.engine.session_header import (
+    SAMPLE_BYTES,
     engine_header,
     policy_settings,
     weights_of,
 )
+from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, file_name, write
 from vllm_cascade.sessions.index import SessionIndex
@@ -30,7 +32,7 @@ def scanned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SessionIndex
     said: list[str] = []
     monkeypatch.setattr(sessions.logger, "warning", lambda text, *args: said.append(text % args))
     made: Any = SchedulerSessions.__new__(SchedulerSessions)
-    made._header, made.index = ENGINE, SessionIndex(10**6, 10**6, header=ENGINE)
+    made.index = SessionIndex(10**6, 10**6, header=ENGINE)
     own = Folder(folder)
     own.open()
     made._scan(own)
@@ -88,19 +90,58 @@ def test_damaged_files_at_start(
     assert (tmp_path / DAMAGED / path.name).exists() and not path.exists()
 
 
+def weights(name: Path | str, download_dir: str | None = None) -> list[Any]:
+    return weights_of(SimpleNamespace(model=str(name), revision=None), download_dir)  # type: ignore[arg-type]
+
+
 def test_weights_are_recognised(tmp_path: Path) -> None:
-    """One altered byte of a shard that is sampled, a longer file and another name."""
+    """One altered byte of a shard that is sampled or not, a longer file and another name."""
     copy = tmp_path / "model"
     shutil.copytree(MODEL, copy)
-    of = lambda: weights_of(SimpleNamespace(model=str(copy), revision=None))  # type: ignore[arg-type]  # noqa: E731
     (file,) = copy.glob("*.safetensors")
-    first, content = of(), bytearray(file.read_bytes())
-    assert len(first) == 1 and first[0][1] == len(content)
-    content[len(content) // 2 + 7] ^= 1
-    file.write_bytes(content)
-    second = of()
+    found, content = [weights(copy)], bytearray(file.read_bytes())
+    assert len(found[0]) == 1 and found[0][0][1] == len(content)
+    for at in (len(content) // 2 + 7, len(content) // 2 + 7 + SAMPLE_BYTES):
+        content[at] ^= 1
+        file.write_bytes(content)
+        os.utime(file, (1, len(found)))
+        found.append(weights(copy))
     file.write_bytes(content + b"x")
-    assert len({json.dumps(one) for one in (first, second, of())}) == 3
+    found.append(weights(copy))
+    assert len({json.dumps(one) for one in found}) == 4
+
+
+def test_weights_in_a_download_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM puts the configuration into its usual cache, and weights into ``--download-dir``."""
+    said: list[str] = []
+    monkeypatch.setattr(session_header.logger, "warning", lambda text, *args: said.append(text))
+    snapshot = tmp_path / "models--org--m" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--m" / "refs").mkdir()
+    (tmp_path / "models--org--m" / "refs" / "main").write_text("a" * 40)
+    shard, found = snapshot / "model.safetensors", []
+    for content in (b"old", b"new"):
+        shard.write_bytes(content)
+        found.append(weights("org/m", str(tmp_path)))
+    assert found[0] != found[1] and found[0][0][0] == shard.name and not said
+    assert weights(shard) == found[1], "a file is a model, too"
+    for unknown in ("org/m", "s3://bucket/m", "repo/name:Q4_K_M", tmp_path):
+        assert weights(unknown) != weights(unknown), "sessions are found by this engine only"
+    assert len(said) == 8 and "no weight files" in said[0]
+
+
+def test_a_model_under_another_path(tmp_path: Path) -> None:
+    """Only what states depend on counts: no path, and no version of transformers."""
+    (tmp_path / "linked").symlink_to(MODEL)
+    found = []
+    for path in (MODEL, tmp_path / "linked"):
+        made = EngineArgs(
+            model=str(path), additional_config={"kv_policy": {"name": "sink", "budget": 64}}
+        ).create_engine_config()
+        made.model_config.hf_config.transformers_version = str(path)
+        found.append(engine_header(made, SimpleNamespace(kv_cache_groups=[])))  # type: ignore[arg-type]
+    assert [header.pop("model_name") for header in found] == [str(MODEL), str(tmp_path / "linked")]
+    assert found[0] == found[1]
 
 
 def test_policies_differ_by_every_setting_that_states_depend_on() -> None:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduler's sessions without an engine: names, adapters, changed weights, an idle server."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from tests.engine.test_scheduler import finish_step, make_scheduler
@@ -30,20 +34,29 @@ def in_folder(folder: Path) -> Any:
     return make_scheduler(KVPolicyScheduler, num_pages=40, **settings)
 
 
-def ask(scheduler: Any, prompt: list[int], lora: Any = None, salt: str | None = None, **args: Any):
-    """Run a request of three tokens until it has ended; returns its tokens."""
+NUMBERS = itertools.count()
+
+
+def add(scheduler: Any, prompt: list[int], lora: Any = None, salt: Any = None, **args: Any) -> Any:
+    """Add a request of three tokens."""
     params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=args)
     params.update_from_generation_config({}, 0)
-    name = f"r{ask.number}"
-    ask.number += 1
+    name = f"r{next(NUMBERS)}"
     one = Request(name, prompt, params, None, lora_request=lora, cache_salt=salt)
     scheduler.add_request(one)
+    return one
+
+
+def finish(scheduler: Any, one: Any) -> None:
     while not one.is_finished():
         finish_step(scheduler, scheduler.schedule())
+
+
+def ask(scheduler: Any, prompt: list[int], *args: Any, **more: Any) -> list[int]:
+    """Run a request until it has ended; returns its tokens."""
+    one = add(scheduler, prompt, *args, **more)
+    finish(scheduler, one)
     return [*prompt, *one.output_token_ids]
-
-
-ask.number = 0
 
 
 def index_of(scheduler: Any) -> Any:
@@ -94,3 +107,55 @@ def test_a_release_is_yes_or_no(value: Any, scheduler: Any) -> None:
     params = SamplingParams(extra_args={"kv_session": "mine", "kv_session_release": value})
     with pytest.raises(VLLMValidationError, match="kv_session_release must be true or false"):
         check_session(scheduler.vllm_config, params)
+
+
+@pytest.mark.parametrize("call", ["reload_weights", "finish_weight_update"])
+def test_weights_that_change(call: str, tmp_path: Path) -> None:
+    """Sessions of other weights are not found, nor kept of a request that saw both."""
+    scheduler = in_folder(tmp_path)
+    index, core = index_of(scheduler), EngineCore.__new__(EngineCore)
+    core.scheduler = scheduler
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, *_: [method])  # type: ignore[assignment]
+    history = ask(scheduler, PROMPT)
+    before = index.header["model"]
+    assert core.collective_rpc("list_loras") == ["list_loras"] and index.header["model"] == before
+    running = add(scheduler, [*history, 5])
+    finish_step(scheduler, scheduler.schedule())
+    assert index.counters.hits == {"memory": 1}
+    assert core.collective_rpc(call) == [call]
+    finish(scheduler, running)
+    assert index.header["model"] != before and len(index) == 1
+    assert index.counters.misses["changed"] == 1 and index.counters.kept == 1
+    ask(scheduler, [*history, 5])
+    assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
+    scheduler.shutdown()
+
+
+def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is overwritten while the old adapter is loaded: nothing is found or kept."""
+    index, file = index_of(scheduler), tmp_path / "adapter_model.safetensors"
+    lora = {"lora_name": "a", "lora_path": str(tmp_path)}
+    file.write_bytes(b"old")
+    history = ask(scheduler, PROMPT, LoRARequest(**lora, lora_int_id=1))
+    history = ask(scheduler, [*history, 5], LoRARequest(**lora, lora_int_id=1))
+    assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
+    file.write_bytes(b"newer")
+    ask(scheduler, [*history, 5], LoRARequest(**lora, lora_int_id=1))
+    assert index.counters.hits == {"memory": 1} and index.counters.misses["changed"] == 1
+    for fresh in ({"lora_int_id": 1, "load_inplace": True}, {"lora_int_id": 2}):
+        history = ask(scheduler, [*history, 5], LoRARequest(**lora, **fresh))  # type: ignore[arg-type]
+    assert index.counters.kept == 4 and index.counters.hits == {"memory": 2}
+    file.unlink()
+    file.symlink_to("/nonexistent")
+    ask(scheduler, PROMPT, LoRARequest(**lora, lora_int_id=3))
+    ask(scheduler, PROMPT, LoRARequest("b", 4, "org/unknown"))
+    assert index.counters.kept == 4 and index.counters.misses["changed"] == 3
+
+    hub = tmp_path / "hub" / "models--org--b"
+    (hub / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("a" * 40)
+    (hub / "snapshots" / ("a" * 40) / file.name).write_bytes(b"b")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    ask(scheduler, PROMPT, LoRARequest("b", 5, "org/b"))
+    assert index.counters.kept == 5 and index.counters.misses["changed"] == 3

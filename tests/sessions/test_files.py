@@ -365,6 +365,22 @@ def test_a_worker_reads_no_damaged_file(
     other.close()
 
 
+def test_a_file_of_the_same_model_under_another_name(tmp_path: Path) -> None:
+    """What a header says for people does not decide whether a file is read."""
+    Folder(tmp_path).open()
+    one, worker = session(), WorkerSessions(Copies(pools()), tmp_path)
+    header = header_of(one, model_name="/models/a")
+    worker.execute([Command("save", one.id, pages=(1,)), Command("write", one.id, header=header)])
+    assert wait(worker).written == [one.id]
+    expected = {**ENGINE, "stamp": one.stamp, "model_name": "./a"}
+    worker.execute([Command("drop", one.id), Command("read", one.id, header=expected)])
+    assert list(wait(worker).read) == [one.id]
+    worker.execute([Command("drop", one.id)])
+    worker.execute([Command("read", one.id, header={**expected, "stamp": "another"})])
+    assert wait(worker).unreadable == {one.id: "damaged"}
+    worker.close()
+
+
 def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Folder(tmp_path).open()
     worker = WorkerSessions(Copies(pools()), tmp_path)

@@ -15,6 +15,7 @@ MISSES = {
     "no_session": "a request found no session that its prompt begins with",
     "diverged": "a prompt goes on after a session's prompt, but not with its answer",
     "not_text": "a request with images, sound or embeddings, which is not kept",
+    "changed": "not kept: weights or adapter changed, or the adapter's files are not known",
     "memory_full": "a session was not kept: other sessions in memory are being written or read",
     "disk_full": "a session was not written: the folder's other sessions are pinned or in use",
     "evicted": "a session left its last tier",

@@ -3,33 +3,35 @@
 
 import copy
 import hashlib
-import json
-import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine.session_header import (
+    Adapters,
+    digest,
+    engine_header,
+    page_bytes,
+    policy_settings,
+)
 from vllm_cascade.engine.session_metrics import SessionStats
 from vllm_cascade.log import logger
-from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import DAMAGED, FORMAT, Folder, Unusable, first_difference
+from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, Unusable, first_difference
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
-from vllm_cascade.step.drafts import MODEL_DRAFTERS
 
 KEPT = {
     RequestStatus.FINISHED_STOPPED,
@@ -38,111 +40,6 @@ KEPT = {
     RequestStatus.FINISHED_REPETITION,
 }
 """How a request may end whose state is kept; the front-end aborts requests at stop strings."""
-LAYOUT = (
-    *("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype", "kv_quant_mode"),
-    *("page_slots", "window", "num_sets", "words", "shapes", "dtypes"),
-)
-"""Attributes of cache specs that pages depend on."""
-UNRELATED = {"recall_memory"}
-"""Settings of a policy that states do not depend on."""
-SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Places of a weight file that are read to recognise it, and bytes of each."""
-
-
-# --- what states depend on ------------------------------------------------------------------------
-
-
-def _digest(thing: Any) -> str:
-    text = json.dumps(thing, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def policy_settings(policy: Policy) -> dict[str, Any]:
-    """A policy's settings that states depend on; of a table of scores also its content."""
-    found = {"name": policy.name, **policy.model_dump(mode="json")}
-    source = policy.token_scores
-    if source is not None and source.idf:
-        found["idf"] = hashlib.blake2b(Path(source.idf).read_bytes()).hexdigest()
-    return {key: value for key, value in found.items() if key not in UNRELATED}
-
-
-def weights_of(model: ModelConfig) -> list[Any]:
-    """Names, sizes and samples of the model's weight files, as far as they are on this machine."""
-    folder = Path(model.model)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-        if not isinstance(found, str):
-            return [model.model, model.revision]
-        folder = Path(found).parent
-    weights: list[Any] = []
-    for file in sorted(folder.iterdir()):
-        if file.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
-            continue
-        size, digest = file.stat().st_size, hashlib.blake2b(digest_size=16)
-        with file.open("rb") as content:
-            for i in range(SAMPLES):
-                content.seek(size * i // SAMPLES)
-                digest.update(content.read(SAMPLE_BYTES))
-        weights.append((file.name, size, digest.hexdigest()))
-    return weights
-
-
-def _drafting_of(config: VllmConfig) -> list[Any]:
-    """What the states of a drafting model's layers depend on; empty without one."""
-    drafts = config.speculative_config
-    if drafts is None or drafts.method not in MODEL_DRAFTERS:
-        return []
-    model = drafts.draft_model_config
-    return [drafts.method, model.hf_config.to_dict(), weights_of(model), str(model.dtype)]
-
-
-def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
-    """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
-    policy, model = policy_of(config.additional_config), config.model_config
-    parallel = config.parallel_config
-    assert policy is not None
-    layout = [
-        [
-            sorted(group.layer_names),
-            type(group.kv_cache_spec).__name__,
-            {key: str(getattr(group.kv_cache_spec, key, None)) for key in LAYOUT},
-        ]
-        for group in caches.kv_cache_groups
-    ]
-    return {
-        "format": FORMAT,
-        "plugin": version("vllm-cascade"),
-        "vllm": version("vllm"),
-        "model": _digest(
-            [
-                *(model.hf_config.to_dict(), weights_of(model)),
-                *(config.load_config.load_format, model.quantization),
-                *_drafting_of(config),
-            ]
-        ),
-        "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",
-        "policy": _digest(policy_settings(policy)),
-        "parallelism": f"tensor {parallel.tensor_parallel_size}, "
-        f"pipeline {parallel.pipeline_parallel_size}",
-        "layout": _digest(layout),
-        "model_name": str(model.model),  # for people
-    }
-
-
-def page_bytes(config: VllmConfig, caches: KVCacheConfig, spec: KVPolicySpec) -> int:
-    """Bytes of a page in all layers of all ranks.
-
-    Args:
-        caches: of one rank of the first pipeline stage.
-        spec: cache spec of the policy's layers.
-    """
-    ranks = config.parallel_config.tensor_parallel_size
-    if spec.num_layers is None:
-        return ranks * sum(tensor.size for tensor in caches.kv_cache_tensors) // caches.num_blocks
-    kinds = sum(kind.page_bytes for kind in spec.kinds)
-    return ranks * (kinds or spec.num_layers * spec.page_size_bytes)
 
 
 class SchedulerSessions:
@@ -166,14 +63,15 @@ class SchedulerSessions:
         spec: KVPolicySpec,
         chunk_bytes: int,
     ) -> None:
-        self._header = engine_header(config, caches)
+        weight_updates.apply()
+        header = engine_header(config, caches)
         self._schedule_of = schedule_of
         self._chunk_bytes = chunk_bytes
         self._page_bytes = page_bytes(config, caches, spec)
-        self.index = SessionIndex(
-            settings.memory_bytes, settings.disk_bytes, settings.ttl, self._header
-        )
+        self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
         self._policies: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()  # their digests
+        self._adapters = Adapters()
+        self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()  # their contexts
         self._found: dict[str, Session] = {}  # by request id, while the request waits
         self._reported = SessionCounters()
         self._searched: dict[str, int] = {}  # the index's version when they were looked for
@@ -231,7 +129,7 @@ class SchedulerSessions:
         usable, room = [], self.index.disk_bytes
         names = {id_: name for name, id_ in self._names_of(folder).items()}
         for entry in reversed(entries):
-            differs = first_difference(entry.header, self._header)
+            differs = first_difference(entry.header, self.index.header)
             if differs is not None:
                 foreign[differs] = foreign.get(differs, 0) + 1
                 continue
@@ -262,28 +160,32 @@ class SchedulerSessions:
             logger.warning("KV sessions: %s; no session is pinned", error)
             return {}
 
-    def context(self, request: Request) -> str | None:
-        """What a request's state depends on besides tokens; None: it is not kept.
+    def weights_changed(self) -> None:
+        """Note that the model's weights are others from now on, which are in no file."""
+        self.index.header["model"] = secrets.token_hex(16)
+        self.index.version += 1
 
-        Images, sound and embeddings are not known by their tokens.
-        """
-        if request.mm_features or request.prompt_embeds is not None or request.resumable:
-            return None
-        if request.sampling_params is None:
+    @staticmethod
+    def _is_text(request: Request) -> bool:
+        """Whether a request is known by its tokens; images, sound and embeddings are not."""
+        other = request.mm_features or request.prompt_embeds is not None or request.resumable
+        return not other and request.sampling_params is not None
+
+    def context(self, request: Request) -> str | None:
+        """What a request's state depends on besides tokens; None: not known, so it is not kept."""
+        if not self._is_text(request):
             return None
         schedule = self._schedule_of(request)
         policy = self._policies.get(schedule)
         if policy is None:
-            policy = self._policies[schedule] = _digest(policy_settings(schedule.policy))
+            policy = self._policies[schedule] = digest(policy_settings(schedule.policy))
         lora: Any = None
         if request.lora_request is not None:
-            path = Path(request.lora_request.lora_path)
-            files = sorted(path.glob("adapter_*")) if path.is_dir() else []
-            stats = [
-                (file.name, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files
-            ]
-            lora = [request.lora_request.lora_name, str(path), stats]
-        return _digest([policy, self._salted(request), lora])
+            lora = self._adapters.of(request.lora_request)
+            if lora is None:
+                return None
+        engine = [self.index.header[key] for key in FOREIGN]
+        return digest([engine, policy, self._salted(request), lora])
 
     @staticmethod
     def _salted(request: Request) -> str | None:
@@ -299,7 +201,7 @@ class SchedulerSessions:
         if (name := arguments.get(NAME)) is None:
             return None
         lora = request.lora_request
-        return f"{_digest([self._salted(request), lora and lora.lora_name])} {name}"
+        return f"{digest([self._salted(request), lora and lora.lora_name])} {name}"
 
     # --- requests that start ----------------------------------------------------------------------
 
@@ -355,6 +257,7 @@ class SchedulerSessions:
         """
         name = request.request_id
         session, tier = self._found.get(name), self._tiers.pop(name, "memory")
+        self._begun[request] = self.context(request)
         started = session is not None and session.num_tokens == hit
         if session is not None and started:
             self.index.restore(session, name, pages(hit), tier, time.time())
@@ -390,8 +293,9 @@ class SchedulerSessions:
         if request.status not in KEPT or not request.num_prompt_tokens <= num <= request.num_tokens:
             return
         context = self.context(request)
-        if context is None:
-            self.index.counters.misses["not_text"] += 1
+        if context is None or context != self._begun.get(request):
+            reason = "changed" if self._is_text(request) else "not_text"
+            self.index.counters.misses[reason] += 1
             return
         tokens, blocks = request.all_token_ids[:num], pages(num)
         before = None if pinned is None else self.index.named(pinned)

@@ -46,7 +46,7 @@ class SessionIndex:
         memory_bytes: bound of host memory over all workers.
         disk_bytes: bound of the folder; 0: no folder.
         ttl: seconds without use after which a session is dropped; 0: never.
-        header: what every file says of this engine, and must say to be read.
+        header: what every file says of this engine.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SessionIndex:
         ttl: float = 0.0,
         header: Mapping[str, str] | None = None,
     ) -> None:
-        self._header = dict(header or {})
+        self.header = dict(header or {})
         self.memory_bytes, self.disk_bytes, self.ttl = memory_bytes, disk_bytes, ttl
         self.counters = SessionCounters()
         self.version = 0  # changes whenever a search may give another result
@@ -122,7 +122,7 @@ class SessionIndex:
             return True
         if not session.reading and self._make_room(session.num_bytes, also_pinned=True):
             self._set_memory(session, reading=True)
-            self._command("read", session, header={**self._header, "stamp": session.stamp})
+            self._command("read", session, header={**self.header, "stamp": session.stamp})
         return False
 
     def restore(
@@ -188,7 +188,7 @@ class SessionIndex:
         self.counters.kept += 1
         if self.disk_bytes and self._make_disk_room(session):
             self._set_disk(session, writing=True)
-            self._command("write", session, header={**self._header, **session.header})
+            self._command("write", session, header={**self.header, **session.header})
         return True
 
     def adopt(self, session: Session, name: str | None = None) -> bool:

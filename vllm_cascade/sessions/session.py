@@ -112,8 +112,8 @@ class Command:
             deletes a file. Threads of a worker execute ``write``, ``remove`` and ``read``.
         id: the session's.
         pages: for ``save`` and ``restore``: block ids of the state's pages, in order.
-        header: for ``write``: what the file says of engine and session; for ``read``: what it must
-            say.
+        header: for ``write``: what the file says of engine and session; for ``read``: of the
+            engine, with the session's stamp.
     """
 
     op: Literal["save", "restore", "write", "read", "drop", "remove"]

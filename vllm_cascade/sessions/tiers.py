@@ -234,8 +234,10 @@ class WorkerSessions:
         assert self._folder is not None and self._pieces is not None
         path = self._path(command.id)
         self._pieces.load()
+        known = (*files.FOREIGN, "stamp")  # the rest is for people
+        expected = {key: value for key, value in command.header.items() if key in known}
         try:
-            header, tensors = files.read(path, {**command.header, "rank": self._ranks.name})
+            header, tensors = files.read(path, {**expected, "rank": self._ranks.name})
             state = self._checked(command.id, header, tensors, files.pieces_of(header))
         except files.Unusable as error:
             fix = "`vllm-cascade sessions DIR verify` lists all damaged files"
