@@ -226,11 +226,28 @@ def test_entries(tmp_path: Path) -> None:
         (two.id, 2, False),
     ]
     assert Session.of(entries[0].header, 1).id == one.id
-    problems = dict(bad)
+    reasons = {name: reason for name, _, reason in bad}
+    problems = {name: problem for name, problem, _ in bad}
     assert "rank 0 is missing" in problems.pop(file_name(lost.id, 1, 2))
+    assert reasons.pop(file_name(lost.id, 1, 2)) == "incomplete"
     assert "another session's" in problems.pop(file_name(renamed.id, 0, 1))
     assert "cut short" in problems.pop(file_name("short", 0, 1))
     assert "not the name" in problems.pop(f"notes{files.SUFFIX}") and not problems
+    assert set(reasons.values()) == {"damaged"}
+
+
+def test_damaged_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were moved last stay, whatever their age."""
+    monkeypatch.setattr(files, "MOST_DAMAGED", 25)
+    folder = Folder(tmp_path)
+    folder.open()
+    for n in range(4):
+        (tmp_path / f"{n}").write_bytes(bytes(10))
+        os.utime(tmp_path / f"{n}", (100 - n, 100 - n))
+        folder.move_aside(f"{n}")
+        time.sleep(0.02)
+    assert sorted(path.name for path in (tmp_path / files.DAMAGED).iterdir()) == ["2", "3"]
+    folder.close()
 
 
 # ---------------------------------------------------------------------------------- the worker

@@ -153,7 +153,7 @@ def test_the_folder_loses_its_least_recently_used() -> None:
     assert first not in {c.id for c in commands} and index.counters.misses["evicted"] == 2
 
 
-@pytest.mark.parametrize("reason", ["damaged", "missing", "foreign", "io"])
+@pytest.mark.parametrize("reason", ["damaged", "missing"])
 def test_an_unreadable_session_is_a_miss(reason: str) -> None:
     index = SessionIndex(20, 100)
     assert index.adopt(Session("c", token_digests_of([1]), 1, 10))
@@ -162,6 +162,26 @@ def test_an_unreadable_session_is_a_miss(reason: str) -> None:
     index.note(Report(unreadable={session.id: reason}))
     assert index.find("c", [1, 2], 1, 0) is None and index.counters.misses[reason] == 1
     assert index.used == {"memory": 0, "disk": 0} and len(index) == 0
+
+
+@pytest.mark.parametrize("reason", ["foreign", "io"])
+def test_a_file_that_stays_unread_still_counts(reason: str) -> None:
+    """No request finds it; equal tokens replace it, and it leaves first, whatever its name."""
+    index = SessionIndex(20, 20)
+    for n in range(2):
+        assert index.adopt(Session("c", token_digests_of([n]), 1, 10), f"s {n}")
+        session = index.find("c", [n, 2], 1, 0)
+        assert session is not None and not index.ready(session, "r")
+        version = index.version
+        index.note(Report(unreadable={session.id: reason}))
+        session.waiting.discard("r")
+        assert index.find("c", [n, 2], 1, 0) is None and index.version > version
+    assert index.counters.misses == {reason: 2} and index.used == {"memory": 0, "disk": 20}
+    index.take_commands()
+    assert index.keep("c", [0], 10, pages=(1,), now=0)
+    assert ops(index) == ["remove", "save", "write"] and index.named("s 0") is None
+    assert index.keep("c", [7], 10, pages=(1,), now=0)
+    assert ops(index) == ["save", "remove", "write"] and index.used["disk"] == 20
 
 
 def token_digests_of(tokens: list[int]) -> str:

@@ -140,6 +140,29 @@ def test_a_file_goes_with_its_last_session(restarted: bool, tmp_path: Path) -> N
     chat.worker.close()
 
 
+def test_units_stay_while_a_header_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may list what the session that is removed shares with it."""
+    chat = Chat(tmp_path)
+    first, second = chat.turn(32), chat.turn(16)
+    chat.worker.close()
+    chat.worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    read_header = files.read_header
+
+    def fail(path: Path) -> dict[str, str]:
+        if path.name.startswith(second.id):
+            raise files.Unusable("io", "Input/output error")
+        return read_header(path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "read_header", fail)
+        chat.remove(first)
+        Folder(tmp_path).remove_unused()
+    assert len(names(tmp_path)) == 3 and not read(chat.worker, second)
+    chat.worker.close()
+
+
 @pytest.mark.parametrize("damage", ["cut", "altered", "swapped", "gone"])
 def test_damaged_units_give_no_session(damage: str, tmp_path: Path) -> None:
     """Neither of those that share them; one that does not is read."""

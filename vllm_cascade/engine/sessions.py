@@ -5,8 +5,10 @@ import copy
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +30,15 @@ from vllm_cascade.log import logger
 from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, Unusable, first_difference
+from vllm_cascade.sessions.files import (
+    DAMAGED,
+    FOREIGN,
+    Bad,
+    Entry,
+    Folder,
+    Unusable,
+    first_difference,
+)
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
@@ -79,7 +89,8 @@ class SchedulerSessions:
         self.started: dict[str, str] = {}  # sessions that running requests started from
         path = settings.folder(config.parallel_config.data_parallel_index)
         self.folder = None if path is None else Folder(path)
-        self._keeper = ThreadPoolExecutor(1, "kv-sessions-names")
+        self._keeper = ThreadPoolExecutor(1, "kv-sessions-folder")
+        self._foreign: dict[str, Entry] = {}  # other engines' sessions in the folder, by id
         self._names_version = 0  # of the names that are in the folder, or on their way
         if self.folder is not None:
             self.folder.open()
@@ -115,41 +126,62 @@ class SchedulerSessions:
         return pages + (-(-units // CHUNK_UNITS) + 1) * self._chunk_bytes
 
     def _scan(self, folder: Folder) -> None:
-        """Take the sessions that another run left in the folder."""
+        """Take the sessions that another run left in the folder, within its bound.
+
+        Those of other engines count, too, and leave first. Pinned ones are taken first.
+        """
         entries, bad = folder.entries()
-        for name, problem in bad:
-            logger.warning(
-                "KV sessions: %s is damaged (%s) and is moved to %s; its chat is read again. Check "
-                "the disk, then delete it",
-                *(name, problem, folder.path / DAMAGED),
-            )
-            folder.move_aside(name)
-            self.index.counters.misses["damaged"] += 1
-        foreign: dict[str, int] = {}
-        usable, room = [], self.index.disk_bytes
+        self._put_aside(folder, bad)
         names = {id_: name for name, id_ in self._names_of(folder).items()}
-        for entry in reversed(entries):
-            differs = first_difference(entry.header, self.index.header)
-            if differs is not None:
-                foreign[differs] = foreign.get(differs, 0) + 1
-                continue
+        differs = {one.id: first_difference(one.header, self.index.header) for one in entries}
+        room, oldest, taken = self.index.disk_bytes, time.time() - self.index.ttl, set()
+        for entry in sorted(
+            entries, key=lambda one: (differs[one.id] is not None, one.id not in names, -one.used)
+        ):
+            num_bytes = int(entry.header["num_bytes"])
+            if self.index.ttl and entry.used < oldest:
+                self.index.counters.misses["expired"] += 1
+            elif num_bytes <= room:
+                room -= num_bytes
+                taken.add(entry.files)
+        for entry in entries:
             session = Session.of(entry.header, entry.used)
-            room -= session.num_bytes
-            if room < 0:
+            session.unusable = differs[entry.id] is not None
+            name = names.get(entry.id)
+            if entry.files not in taken or not self.index.adopt(session, name):
                 folder.remove(entry.files)
-            else:
-                usable.append(session)
-        for session in reversed(usable):
-            self.index.adopt(session, names.get(session.id))
+            elif session.unusable:
+                self._foreign[entry.id] = entry
         folder.remove_unused()
+        self._say_foreign(folder, Counter(filter(None, differs.values())))
+
+    def _put_aside(self, folder: Folder, bad: Sequence[Bad]) -> None:
+        """Do with files that no session can be read from what their reasons ask for."""
+        for name, problem, reason in bad:
+            self.index.counters.misses[reason] += 1
+            if reason == "incomplete":  # a crash between two ranks' files: all that is left of one
+                folder.remove([name])
+            elif reason == "damaged":
+                logger.warning(
+                    "KV sessions: %s is damaged (%s) and is moved to %s; its chat is read again. "
+                    "Check the disk, then delete it",
+                    *(name, problem, folder.path / DAMAGED),
+                )
+                folder.move_aside(name)
+            else:
+                logger.warning(
+                    "KV sessions: %s cannot be read (%s) and stays where it is; its chat is read "
+                    "again. Check the disk, then start the server again",
+                    *(name, problem),
+                )
+
+    def _say_foreign(self, folder: Folder, foreign: Mapping[str, int]) -> None:
         for what, number in foreign.items():
             self.index.counters.misses["foreign"] += number
             logger.warning(
                 "KV sessions: %d sessions in %s belong to an engine with another %s and are not "
                 "used; give each engine a --kv-sessions-dir of its own",
-                number,
-                folder.path,
-                what,
+                *(number, folder.path, what),
             )
 
     @staticmethod
@@ -309,7 +341,19 @@ class SchedulerSessions:
 
     def take_commands(self) -> tuple[Command, ...]:
         self._keep_names()
-        return tuple(self.index.take_commands())
+        commands = self.index.take_commands()
+        others = [one for one in commands if one.op == "remove" and one.id in self._foreign]
+        for command in others:
+            self._keeper.submit(self._remove_foreign, command.id)
+        return tuple(command for command in commands if command not in others)
+
+    def _remove_foreign(self, id_: str) -> None:
+        """Remove another engine's session, of whose files workers know nothing."""
+        assert self.folder is not None
+        gone = self._foreign.pop(id_)
+        used = {name for entry in self._foreign.values() for name, _ in entry.pieces}
+        with suppress(OSError):  # the folder may have become read-only
+            self.folder.remove([*gone.files, *({name for name, _ in gone.pieces} - used)])
 
     def _keep_names(self) -> None:
         """Let a thread write the names to the folder, if they have changed."""

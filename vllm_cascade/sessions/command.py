@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.files import Entry, Folder, Unusable, parts_of, read
+from vllm_cascade.sessions.files import Bad, Entry, Folder, Unusable, parts_of, read
 
 
 def run(path: Path, action: str, names: list[str]) -> None:
@@ -53,9 +53,7 @@ def _pinned(folder: Folder) -> dict[str, str]:
         return {}
 
 
-def _list(
-    folder: Folder, entries: list[Entry], bad: list[tuple[str, str]], pinned: dict[str, str]
-) -> None:
+def _list(folder: Folder, entries: list[Entry], bad: list[Bad], pinned: dict[str, str]) -> None:
     print(f"{'id':32}  {'tokens':>9}  {'MiB':>9}  {'unused for':>10}  model, name")
     for entry in entries:
         header, age = entry.header, _age(time.time() - entry.used)
@@ -65,7 +63,7 @@ def _list(
     names = {name for entry in entries for name in _names(entry)}
     total = sum(map(folder.size, names)) / 2**20
     print(f"{len(entries)} sessions, {total:,.1f} MiB; {len(bad)} unusable files")
-    for name, problem in bad:
+    for name, problem, _ in bad:
         print(f"unusable: {name}: {problem}")
 
 
@@ -81,8 +79,8 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
-    problems = list(bad)
+def _verify(folder: Folder, entries: list[Entry], bad: list[Bad]) -> None:
+    problems = [(name, problem) for name, problem, _ in bad]
     checksums = {name: {"checksum": own} for entry in entries for name, own in entry.pieces}
     for name in sorted({name for entry in entries for name in _names(entry)}):
         try:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -32,8 +32,8 @@ from vllm_cascade.sessions.session import Session
 FORMAT = "5"
 """Another one for every change of how files or chunks of evicted units (``recall/log.py``) look."""
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
-DAMAGED = "damaged"
-"""Folder inside the sessions' folder to which damaged files are moved."""
+DAMAGED, MOST_DAMAGED = "damaged", 1 << 30
+"""Folder in the sessions' folder to which damaged files are moved, and bytes that stay there."""
 LOCK, NAMES = "lock", "names.json"
 FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "parallelism", "layout")
 """Header entries that must be equal here and in a file, in the order in which they are compared."""
@@ -56,7 +56,7 @@ class Unusable(Exception):
     """A file that no session can be read from.
 
     Attributes:
-        reason: ``damaged``, ``missing``, ``foreign`` or ``io``, under which it is counted.
+        reason: ``damaged``, ``incomplete``, ``missing``, ``foreign`` or ``io``, as it is counted.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -83,6 +83,18 @@ class Entry:
     used: float
     files: tuple[str, ...]
     pieces: tuple[tuple[str, str], ...] = ()
+
+
+class Bad(NamedTuple):
+    """A file that no session can be read from.
+
+    Attributes:
+        reason: that of ``Unusable``, or ``incomplete``: a file of another rank is missing.
+    """
+
+    name: str
+    problem: str
+    reason: str
 
 
 def file_name(session: str, rank: int, world: int) -> str:
@@ -356,50 +368,56 @@ class Folder:
             os.close(self._lock)
             self._lock = None
 
-    def entries(self) -> tuple[list[Entry], list[tuple[str, str]]]:
-        """All sessions, least recently used first, and ``(file name, problem)`` of bad files.
+    def entries(self) -> tuple[list[Entry], list[Bad]]:
+        """All sessions, least recently used first, and bad files.
 
         Reads headers only. A session with a missing rank or without its evicted units is bad.
         """
-        sizes: dict[str, int] = {}
-        for file in self.path.glob(f"[!.]*{PIECE_SUFFIX}"):
-            with contextlib.suppress(OSError):  # a server may be removing it
-                sizes[file.name] = file.stat().st_size
+        units = {path.name for path in self.path.glob(f"[!.]*{PIECE_SUFFIX}")}
+        sizes = {name: self.size(name) for name in units}
         found: dict[tuple[str, int], dict[int, str]] = {}
-        bad: list[tuple[str, str]] = []
+        entries: list[Entry] = []
+        bad: list[Bad] = []
         for file in sorted(self.path.glob(f"[!.]*{SUFFIX}")):
             try:
                 session, rank, world = parts_of(file.name)
             except ValueError:
-                bad.append((file.name, "not the name of a session's file"))
+                bad.append(Bad(file.name, "not the name of a session's file", "damaged"))
                 continue
             found.setdefault((session, world), {})[rank] = file.name
-        entries = []
         for (session, world), files in found.items():
             names = tuple(files[rank] for rank in sorted(files))
-            missing = sorted(set(range(world)) - set(files))
             try:
-                if missing:
-                    raise Unusable("damaged", f"the file of rank {missing[0]} is missing")
-                headers = [read_header(self.path / name) for name in names]
-                pieces = tuple(piece for header in headers for piece in pieces_of(header))
-                lost = [name for name, _ in pieces if name not in sizes]
-                if lost:
-                    raise Unusable("damaged", f"its evicted units {lost[0]} are missing")
-                stats = [(self.path / name).stat() for name in names]
-            except (Unusable, OSError) as error:
-                bad += [(name, str(error)) for name in names]
-                continue
-            size, used = sum(s.st_size for s in stats), min(s.st_mtime for s in stats)
-            size += sum(sizes[name] for name, _ in pieces)
-            if any(session_of(header) != session for header in headers):
-                bad += [(name, "the header is another session's") for name in names]
-                continue
-            if len({header.get("stamp") for header in headers}) > 1:
-                bad += [(name, "the ranks' files are not of one write") for name in names]
-                continue
-            entries.append(Entry(session, headers[0], size, used, names, pieces))
+                if missing := sorted(set(range(world)) - set(files)):
+                    raise Unusable("incomplete", f"the file of rank {missing[0]} is missing")
+                entries.append(self._entry(session, names, sizes))
+            except Unusable as error:
+                bad += [Bad(name, str(error), error.reason) for name in names]
+            except OSError as error:
+                bad += [Bad(name, str(error), "io") for name in names]
         return sorted(entries, key=lambda entry: entry.used), bad
+
+    def _entry(self, session: str, names: tuple[str, ...], sizes: Mapping[str, int]) -> Entry:
+        """The session in its ranks' files.
+
+        Args:
+            sizes: of the files of evicted units that are there.
+
+        Raises:
+            Unusable: it cannot be read.
+            OSError: a file is not readable.
+        """
+        headers = [read_header(self.path / name) for name in names]
+        pieces = tuple(piece for header in headers for piece in pieces_of(header))
+        if lost := [name for name, _ in pieces if name not in sizes]:
+            raise Unusable("damaged", f"its evicted units {lost[0]} are missing")
+        if any(session_of(header) != session for header in headers):
+            raise Unusable("damaged", "the header is another session's")
+        if len({header.get("stamp") for header in headers}) > 1:
+            raise Unusable("incomplete", "the ranks' files are not of one write")
+        stats = [(self.path / name).stat() for name in names]
+        size = sum(s.st_size for s in stats) + sum(sizes[name] for name, _ in pieces)
+        return Entry(session, headers[0], size, min(s.st_mtime for s in stats), names, pieces)
 
     def names(self) -> dict[str, str]:
         """Ids of pinned sessions by name; some may be gone.
@@ -426,9 +444,18 @@ class Folder:
             file.write(json.dumps(dict(names)).encode())
 
     def move_aside(self, name: str) -> None:
-        """Move a damaged file to where no session is looked for, if the folder can be written."""
+        """Move a damaged file to where no session is looked for, if the folder can be written.
+
+        Of the files there the oldest are deleted, so that they stay within ``MOST_DAMAGED`` bytes.
+        """
         with contextlib.suppress(OSError):
             (self.path / name).replace(self.path / DAMAGED / name)
+            stats = [(path.stat(), path) for path in (self.path / DAMAGED).iterdir()]
+            room = MOST_DAMAGED
+            for found, path in sorted(stats, key=lambda one: one[0].st_ctime_ns, reverse=True):
+                room -= found.st_size
+                if room < 0:
+                    path.unlink(missing_ok=True)
 
     def size(self, name: str) -> int:
         """Bytes of a file; 0 if it is gone."""
@@ -442,11 +469,17 @@ class Folder:
             (self.path / name).unlink(missing_ok=True)
 
     def remove_unused(self) -> None:
-        """Remove evicted units that no session's file lists. No server may be writing."""
+        """Remove evicted units that no session's file lists. No server may be writing.
+
+        Nothing is removed if a file cannot be read now: it may list any of them.
+        """
         used = set()
         for file in self.path.glob(f"[!.]*{SUFFIX}"):
-            with contextlib.suppress(Unusable):
+            try:
                 used |= {name for name, _ in pieces_of(read_header(file))}
+            except Unusable as error:
+                if error.reason == "io":
+                    return
         files = self.path.glob(f"[!.]*{PIECE_SUFFIX}")
         self.remove([file.name for file in files if file.name not in used])
 

@@ -92,7 +92,8 @@ class SessionIndex:
             return None
         digests = token_digests(np.asarray(tokens[: lengths[-1]], dtype=np.int32), lengths)
         ids = (session_id(context, digests[length], length) for length in reversed(lengths))
-        return next((self._sessions[id_] for id_ in ids if id_ in self._sessions), None)
+        known = (self._sessions.get(id_) for id_ in ids)
+        return next((one for one in known if one is not None and not one.unusable), None)
 
     def diverges(self, context: str, tokens: Sequence[int]) -> bool:
         """Whether a prompt that no session serves goes on after the prompt of one, differently."""
@@ -171,7 +172,9 @@ class SessionIndex:
         session = Session(context, digests[num], num, num_bytes, prompt, used=now)
         session.stamp = secrets.token_hex(DIGEST_BYTES)
         known = self._sessions.get(session.id)
-        if known is not None:
+        if known is not None and known.unusable:
+            self.forget(known)
+        elif known is not None:
             known.used = now
             self._sessions.move_to_end(known.id)
             self._pin(known, name)
@@ -194,8 +197,9 @@ class SessionIndex:
     def adopt(self, session: Session, name: str | None = None) -> bool:
         """Take a session found in the folder at start; False if it does not fit the bounds."""
         full = self.used["disk"] + session.num_bytes > self.disk_bytes
-        if full or session.num_bytes > self.memory_bytes or session.id in self._sessions:
+        if full or session.id in self._sessions:
             return False
+        session.unusable |= session.num_bytes > self.memory_bytes
         self._add(session)
         self._pin(session, name)
         self._set_disk(session, on_disk=True)
@@ -261,11 +265,12 @@ class SessionIndex:
             self.counters.misses[reason] += 1
             if (session := self._sessions.get(id_)) and session.reading:
                 self._command("drop", session)  # ranks that have read it
-                if reason in USELESS:
-                    self._command("remove", session)
                 self._set_memory(session)
-                self._set_disk(session)
-                self._delete(session)
+                if reason in USELESS:
+                    self.forget(session)
+                else:  # its file stays, and could be read after a restart
+                    session.unusable = True
+                    self.version += 1
 
     # --- bounds ---------------------------------------------------------------------------------
 
@@ -310,8 +315,14 @@ class SessionIndex:
         session.on_disk, session.writing = on_disk, writing
 
     def _leaving(self) -> list[Session]:
-        """Sessions in the order in which they leave a tier: continued ones, then the oldest."""
-        return sorted(self._sessions.values(), key=lambda session: not session.continued)
+        """Sessions in the order in which they leave a tier.
+
+        First those that no request can start from, then those that another session continues, then
+        the oldest.
+        """
+        return sorted(
+            self._sessions.values(), key=lambda one: (not one.unusable, not one.continued)
+        )
 
     def _make_room(self, num_bytes: int, also_pinned: bool = False) -> bool:
         """Free host memory in the order of ``_leaving``; False if not enough can be freed.
@@ -353,7 +364,8 @@ class SessionIndex:
             if free >= num_bytes:
                 break
             idle = session.on_disk and not session.waiting and not session.reading
-            if idle and session.name is None and session.id not in needed:
+            pinned = session.name is not None and not session.unusable
+            if idle and not pinned and session.id not in needed:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:

@@ -54,6 +54,8 @@ class Session:
         waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
         continued: a later session began with it; it leaves a tier before those that end a chat.
         before: id of the session that it continues.
+        unusable: this engine cannot read its file, which is another engine's, too large for the
+            memory, or was not readable once. The session counts until it leaves the folder.
     """
 
     context: str
@@ -71,6 +73,7 @@ class Session:
     waiting: set[str] = field(default_factory=set)
     continued: bool = False
     before: str = ""
+    unusable: bool = False
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
