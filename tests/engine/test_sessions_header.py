@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
 from tests.oracle.random_models import write_llama
-from tests.sessions.test_files import ENGINE, header_of, session, tensors
+from tests.sessions.test_files import ENGINE, header_of, pin, session, tensors
 from vllm_cascade.engine import session_header, sessions
 from vllm_cascade.engine.session_header import (
     SAMPLE_BYTES,
@@ -94,7 +94,7 @@ def test_names_come_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first, second, third = (session(n) for n in range(3))
     for one in (first, second, third):
         write(tmp_path / file_name(one.id, 0, 1), header_of(one, rank="0of1"), tensors())
-    Folder(tmp_path).write_names({"scope a": second.id, "scope b": "a session that is gone"})
+    pin(tmp_path, {"scope a": second.id, "scope b": "a session that is gone"})
     index, said = scanned(tmp_path, monkeypatch)
     assert [one.name for one in index._sessions.values()].count(None) == 2 and not said
     pinned = index.named("scope a")
@@ -134,7 +134,7 @@ def test_a_smaller_bound_keeps_pinned_sessions_first(
     """And what fits: a session that does not fit takes no room from others."""
     pinned, older, newer = (put(tmp_path, n, float(n)) for n in (1, 2, 3))
     large = put(tmp_path, 4, 4.0, num_bytes="250")
-    Folder(tmp_path).write_names({"scope mine": pinned.id})
+    pin(tmp_path, {"scope mine": pinned.id})
     index, _ = scanned(tmp_path, monkeypatch, disk_bytes=220)
     assert left(tmp_path) == {pinned.id, newer.id} and index.used["disk"] == 200
     assert older.id not in index._sessions and large.id not in index._sessions

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.sessions.test_files import pin
 from vllm_cascade.cli import main
-from vllm_cascade.sessions.files import FOREIGN, SUFFIX, Folder, file_name, write
+from vllm_cascade.sessions.files import FOREIGN, SUFFIX, file_name, write
 from vllm_cascade.sessions.session import Session
 
 
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
             {"a": torch.zeros(1 << 20, dtype=torch.int8)},
         )
         if num == 70000:
-            Folder(tmp_path).write_names({"scope mine": one.id})
+            pin(tmp_path, {"scope mine": one.id})
     return tmp_path
 
 

@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -43,6 +44,14 @@ SHAPE = UnitShape(
 
 def session(num: int = 5) -> Session:
     return Session("context", f"tokens{num}", num, 100)
+
+
+def pin(path: Path, names: dict[str, str]) -> None:
+    """Pin sessions in a folder that no server uses."""
+    folder = Folder(path)
+    folder.open()
+    folder.write_names(names)
+    folder.close()
 
 
 def header_of(one: Session, **more: str) -> dict[str, str]:
@@ -163,6 +172,18 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setattr(files.os, "fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
         write(path, header_of(session()), big)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has its name already, but whoever wrote it is told that there is none."""
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "_sync_folder", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path / "x.session", header_of(session()), tensors())
     assert not list(tmp_path.iterdir())
 
 
@@ -289,9 +310,10 @@ def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
         report = worker.take_report()
         total.written += report.written
         total.unwritten += report.unwritten
+        total.stamps |= report.stamps
         total.read |= report.read
         total.unreadable |= report.unreadable
-        if sum(map(len, vars(total).values())) >= wanted:
+        if sum(map(len, vars(total).values())) - len(total.stamps) >= wanted:
             return total
         time.sleep(0.01)
     raise TimeoutError
@@ -395,6 +417,63 @@ def test_a_file_of_the_same_model_under_another_name(tmp_path: Path) -> None:
     worker.execute([Command("drop", one.id)])
     worker.execute([Command("read", one.id, header={**expected, "stamp": "another"})])
     assert wait(worker).unreadable == {one.id: "damaged"}
+    worker.close()
+
+
+def test_a_worker_touches_a_file(tmp_path: Path) -> None:
+    """So that its session does not expire; one whose file is gone stays without."""
+    Folder(tmp_path).open()
+    one, worker = session(), WorkerSessions(Copies(pools()), tmp_path)
+    path = tmp_path / file_name(one.id, 0, 1)
+    worker.execute([Command("touch", one.id)])
+    worker.execute([Command("save", one.id, pages=(1,))])
+    worker.execute([Command("write", one.id, header=header_of(one))])
+    wait(worker)
+    assert [entry.id for entry in Folder(tmp_path).entries()[0]] == [one.id]
+    os.utime(path, (1, 1))
+    worker.execute([Command("touch", one.id)])
+    worker.close()
+    assert path.stat().st_mtime > time.time() - 60
+
+
+def test_outcomes_name_the_write(tmp_path: Path) -> None:
+    Folder(tmp_path).open()
+    one, worker = session(), WorkerSessions(Copies(pools()), tmp_path)
+    one.stamp = "of this write"
+    worker.execute([Command("save", one.id, pages=(1,))])
+    worker.execute([Command("write", one.id, header=header_of(one))])
+    report = wait(worker)
+    assert report.written == [one.id] and report.stamps == {one.id: one.stamp}
+    worker.execute([Command("drop", one.id), Command("read", one.id, header=header_of(one))])
+    report = wait(worker)
+    assert list(report.read) == [one.id] and report.stamps == {one.id: one.stamp}
+    worker.close()
+
+
+def test_a_folder_that_another_server_has_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Someone deleted it while a server ran, and started a second server on it."""
+    first, one = Folder(tmp_path / "x"), session()
+    first.open()
+    worker = WorkerSessions(Copies(pools()), first.path)
+    commands = [
+        Command("save", one.id, pages=(1,)),
+        Command("write", one.id, header=header_of(one)),
+    ]
+    worker.execute(commands)
+    assert wait(worker).written == [one.id]
+    shutil.rmtree(first.path)
+    second = Folder(first.path)
+    second.open()
+    worker.execute(commands)
+    assert wait(worker).unwritten == [one.id]
+    with pytest.raises(OSError, match="another server"):
+        first.write_names({"a": "b"})
+    assert not list(first.path.glob("*.*"))
+    second.write_names({"a": "b"})
+    for folder in (first, second):
+        folder.close()
     worker.close()
 
 

@@ -326,3 +326,43 @@ def test_a_turns_file_stays_until_the_next_one_is_written() -> None:
     keep(index, [6])
     assert turn in {c.id for c in index.take_commands() if c.op == "remove"}
     assert not index.counters.misses
+
+
+def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:
+    """Its file is touched, at most once a minute, also when equal tokens are kept again."""
+    index = SessionIndex(10**9, 10**9, ttl=100)
+    a = keep(index, [1])
+    written(index)
+    session = index.find("c", [1, 9], 1, 0)
+    assert session is not None
+    found = {}
+    for now in (30, 60, 90, 119, 120):
+        assert index.ready(session, "r")
+        index.restore(session, "r", (1,), "memory", now)
+        found[now] = ops(index)
+    assert found == {now: ["restore"] + ["touch"] * (now in (60, 120)) for now in found}
+    index.keep("c", [1], 10, pages=(1,), now=200)
+    (command,) = index.take_commands()
+    assert (command.op, command.id) == ("touch", a)
+
+
+def test_an_outcome_of_an_earlier_session_of_the_same_tokens() -> None:
+    """It says nothing of the file that is being written now."""
+    index = SessionIndex(15, 100)
+    a = keep(index, [1], name="mine")
+    first = session_of(index, [1]).stamp
+    index.release("mine")
+    assert keep(index, [1]) == a
+    index.note(Report(written=[a], stamps={a: first}))
+    second = session_of(index, [1])
+    assert second.writing and not second.on_disk and second.stamp != first
+    index.note(Report(unwritten=[a], stamps={a: first}))
+    assert second.writing and index.counters.misses == {"unwritten": 1}
+    index.note(Report(written=[a], stamps={a: second.stamp}))
+    assert second.on_disk and not second.writing
+
+
+def session_of(index: SessionIndex, tokens: list[int]) -> Session:
+    session = index.find("c", [*tokens, 1], len(tokens), 0)
+    assert session is not None
+    return session

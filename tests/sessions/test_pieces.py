@@ -32,6 +32,7 @@ class Chat:
         folder.chmod(0o700)
         self.stores, self.log = Stores(SHAPE), Log(SHAPE)
         (folder / files.DAMAGED).mkdir(exist_ok=True)
+        (folder / files.LOCK).touch()
         self.worker = WorkerSessions(Copies(pools()), folder, self.stores)
         self.turns: list[tuple[Session, Log]] = []
 
@@ -122,6 +123,23 @@ def test_files_are_mapped_up_to_a_number(
     for name in before:
         (tmp_path / name).unlink()
     assert same_logs(other.states[one.id].units, chat.turns[0][1])
+    other.close()
+
+
+def test_a_mapped_file_holds_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have 1,024 of them; and a mapping that fails is no damage."""
+    chat = Chat(tmp_path)
+    one = chat.turn(40)
+    chat.worker.close()
+    other = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.UntypedStorage, "from_file", lambda *_: torch.empty(-1))
+        assert read(other, one) == "io" and not names(tmp_path / files.DAMAGED)
+    before = len(os.listdir("/proc/self/fd"))
+    assert not read(other, one) and len(names(tmp_path)) == 3
+    assert len(os.listdir("/proc/self/fd")) <= before
+    maps = Path("/proc/self/maps").read_text("utf-8")
+    assert all(str(tmp_path / name) in maps for name in names(tmp_path))
     other.close()
 
 

@@ -195,18 +195,18 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
 @contextmanager
 def _replacing(path: Path) -> Iterator[BufferedWriter]:
     """Open a file that is under its name, synced, only if what is done inside succeeds."""
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    left = temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        left = temporary.rename(path)
         _sync_folder(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            left.unlink(missing_ok=True)
         raise
 
 
@@ -238,9 +238,19 @@ def _description(file: BufferedReader) -> dict[str, Any]:
 
 
 def _mapping(file: BufferedReader) -> torch.Tensor:
-    """What follows in a file, uint8, in memory that the file fills on first use."""
-    content = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-    return torch.frombuffer(content, dtype=torch.uint8, offset=file.tell())
+    """What follows in a file, uint8, in private memory that the file fills on first use.
+
+    Unlike ``mmap``, PyTorch keeps no file descriptor, of which a process often has 1,024.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        storage = torch.UntypedStorage.from_file(file.name, False, size)
+    except RuntimeError as error:
+        raise OSError(f"{file.name} cannot be mapped: {error}") from error
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[file.tell() :]
 
 
 def _tensor(
@@ -329,6 +339,19 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._taken: tuple[int, int] | None = None  # device and inode of the lock
+
+    def check(self) -> None:
+        """Make sure that the folder is still the one that was opened, or checked first.
+
+        Raises:
+            OSError: it was deleted; another server may have made the one that is there now.
+        """
+        found = (self.path / LOCK).stat()
+        taken = found.st_dev, found.st_ino
+        if self._taken not in (None, taken):
+            raise OSError("the folder was deleted while in use, and another server has made it")
+        self._taken = taken
 
     def open(self) -> None:
         """Create the folder and take it for this server, until ``close`` or the process' end.
@@ -359,6 +382,8 @@ class Folder:
                 "a folder of its own"
             ) from error
         self._lock = descriptor
+        self._taken = None
+        self.check()
         for suffix in (SUFFIX, PIECE_SUFFIX, NAMES):  # of a process that ended while writing
             for leftover in self.path.glob(f".*{suffix}"):
                 leftover.unlink(missing_ok=True)
@@ -440,6 +465,7 @@ class Folder:
         Raises:
             OSError: the file cannot be written.
         """
+        self.check()
         with _replacing(self.path / NAMES) as file:
             file.write(json.dumps(dict(names)).encode())
 

@@ -26,6 +26,8 @@ from vllm_cascade.sessions.session import (
     token_digests,
 )
 
+TOUCH_SECONDS = 60
+"""Least time between two touches of a file."""
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
 
@@ -137,10 +139,17 @@ class SessionIndex:
         """
         self._command("restore", session, pages=tuple(pages))
         session.waiting.discard(request_id)
-        session.used, session.continued = now, False
-        self._sessions.move_to_end(session.id)
+        session.continued = False
+        self._use(session, now)
         self.counters.hits[tier] += 1
         self.counters.hit_tokens += session.num_tokens
+
+    def _use(self, session: Session, now: float) -> None:
+        session.used = now
+        self._sessions.move_to_end(session.id)
+        if session.on_disk and now - session.touched >= TOUCH_SECONDS:
+            session.touched = now
+            self._command("touch", session)
 
     # --- keeping --------------------------------------------------------------------------------
 
@@ -169,14 +178,13 @@ class SessionIndex:
         num = len(tokens)
         digests = token_digests(np.asarray(tokens, dtype=np.int32), sorted({num_prompt, num}))
         prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
-        session = Session(context, digests[num], num, num_bytes, prompt, used=now)
+        session = Session(context, digests[num], num, num_bytes, prompt, used=now, touched=now)
         session.stamp = secrets.token_hex(DIGEST_BYTES)
         known = self._sessions.get(session.id)
         if known is not None and known.unusable:
             self.forget(known)
         elif known is not None:
-            known.used = now
-            self._sessions.move_to_end(known.id)
+            self._use(known, now)
             self._pin(known, name)
             return False
         if not self._make_room(num_bytes):
@@ -250,20 +258,20 @@ class SessionIndex:
     def note(self, report: Report) -> None:
         """Learn what workers finished. Sessions that were dropped meanwhile are ignored."""
         for id_ in report.written:
-            if (session := self._sessions.get(id_)) and session.writing:
+            if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
         for id_ in report.unwritten:
             self.counters.misses["unwritten"] += 1
-            if (session := self._sessions.get(id_)) and session.writing:
+            if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
         for id_, seconds in report.read.items():
             self.counters.load_seconds.append(seconds)
-            if (session := self._sessions.get(id_)) and session.reading:
+            if (session := self._reported(report, id_)) and session.reading:
                 self._set_memory(session, in_memory=True)
         for id_, reason in report.unreadable.items():
             self.counters.misses[reason] += 1
-            if (session := self._sessions.get(id_)) and session.reading:
+            if (session := self._reported(report, id_)) and session.reading:
                 self._command("drop", session)  # ranks that have read it
                 self._set_memory(session)
                 if reason in USELESS:
@@ -271,6 +279,13 @@ class SessionIndex:
                 else:  # its file stays, and could be read after a restart
                     session.unusable = True
                     self.version += 1
+
+    def _reported(self, report: Report, id_: str) -> Session | None:
+        """The session that an outcome is about; None: it is gone, or equal tokens replaced it."""
+        session = self._sessions.get(id_)
+        if session is None or report.stamps.get(id_, session.stamp) != session.stamp:
+            return None
+        return session
 
     # --- bounds ---------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Session:
         name: what a request pinned it under; None: not pinned. Names are in a file of their own
             (``Folder.names``), because they move on without a session's file being written again.
         used: seconds since the epoch at which it was last kept or used.
+        touched: the same as its file says, which a new server goes by.
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
             states that differ, and parts of two such states must not meet.
         in_memory: all workers hold its state.
@@ -65,6 +66,7 @@ class Session:
     prompt: str = ""
     name: str | None = None
     used: float = 0.0
+    touched: float = 0.0
     stamp: str = ""
     in_memory: bool = False
     on_disk: bool = False
@@ -100,7 +102,7 @@ class Session:
         """
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
         known = header["context"], header["tokens"], *numbers
-        session = cls(*known, used=used, stamp=header["stamp"])
+        session = cls(*known, used=used, touched=used, stamp=header["stamp"])
         session.prompt = header.get("prompt", "")
         return session
 
@@ -112,14 +114,15 @@ class Command:
     Attributes:
         op: ``save`` copies pages to memory, ``restore`` copies memory to pages, ``write`` writes
             memory to a file, ``read`` reads a file into memory, ``drop`` frees memory, ``remove``
-            deletes a file. Threads of a worker execute ``write``, ``remove`` and ``read``.
+            deletes a file, ``touch`` says that it was used. Threads of a worker execute those that
+            concern files.
         id: the session's.
         pages: for ``save`` and ``restore``: block ids of the state's pages, in order.
         header: for ``write``: what the file says of engine and session; for ``read``: of the
             engine, with the session's stamp.
     """
 
-    op: Literal["save", "restore", "write", "read", "drop", "remove"]
+    op: Literal["save", "restore", "write", "read", "drop", "remove", "touch"]
     id: str
     pages: tuple[int, ...] = ()
     header: dict[str, str] = field(default_factory=dict)
@@ -134,12 +137,14 @@ class Report:
         unwritten: sessions whose files could not be written.
         read: sessions that are in memory again, with the seconds that it took.
         unreadable: sessions whose files could not be read, each with the reason.
+        stamps: of these files. Equal tokens may have been kept again since a file was begun.
     """
 
     written: list[str] = field(default_factory=list)
     unwritten: list[str] = field(default_factory=list)
     read: dict[str, float] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
+    stamps: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.written or self.unwritten or self.read or self.unreadable)
