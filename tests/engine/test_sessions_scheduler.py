@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from tests.engine.test_scheduler import finish_step, make_scheduler
 from vllm_cascade.engine.admission import check_session
 from vllm_cascade.engine.scheduler import KVPolicyScheduler
+from vllm_cascade.sessions import session
 
 PROMPT = list(range(1, 21))
 
@@ -159,3 +160,40 @@ def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     ask(scheduler, PROMPT, LoRARequest("b", 5, "org/b"))
     assert index.counters.kept == 5 and index.counters.misses["changed"] == 3
+
+
+def test_an_idle_server_drops_what_was_reset(scheduler: Any) -> None:
+    """Workers hear of it in a step without requests; then the engine is idle again."""
+    ask(scheduler, PROMPT)
+    while scheduler.has_requests():
+        finish_step(scheduler, scheduler.schedule())
+    (one,) = index_of(scheduler)._sessions.values()
+    assert scheduler.reset_prefix_cache() and scheduler.has_requests()
+    output = scheduler.schedule()
+    assert [(c.op, c.id) for c in output.sessions] == [("drop", one.id)]
+    finish_step(scheduler, output)
+    assert not scheduler.has_requests() and index_of(scheduler).used["memory"] == 0
+
+
+def test_a_waiting_request_is_hashed_once(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often sessions change while it waits; a new one costs one more digest."""
+    hashed: list[int] = []
+    plain = session.token_digests
+
+    def counted(tokens: Any, lengths: list[int]) -> dict[int, str]:
+        hashed.extend(lengths)
+        return plain(tokens, lengths)
+
+    index = index_of(scheduler)
+    for n in range(5, 15):
+        ask(scheduler, PROMPT[1:n])
+    history = ask(scheduler, PROMPT)
+    before = index.counters.misses["diverged"]
+    monkeypatch.setattr(session, "token_digests", counted)
+    waiting = add(scheduler, [*history[:-2], 9, 9, 9, 9, 9])
+    for _ in range(5):
+        assert scheduler.sessions.may_start(waiting, 0)
+        index.version += 1
+    assert sorted(hashed) == sorted({one.num_tokens for one in index._sessions.values()})
+    finish(scheduler, waiting)
+    assert len(hashed) == len(set(hashed)) and index.counters.misses["diverged"] == before + 1

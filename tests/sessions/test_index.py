@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of sessions: what it finds, and its bounds, against plain bookkeeping."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_cascade.sessions import session as session_module
 from vllm_cascade.sessions.index import SessionIndex
-from vllm_cascade.sessions.session import Command, Report, Session, token_digests
+from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, token_digests
 
 TEXT = list(range(100, 140))
 
@@ -366,3 +368,28 @@ def session_of(index: SessionIndex, tokens: list[int]) -> Session:
     session = index.find("c", [*tokens, 1], len(tokens), 0)
     assert session is not None
     return session
+
+
+def test_a_prompt_is_hashed_once_for_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, calls = SessionIndex(10**9), Counter[str]()
+    for name in ("token_digests", "session_id"):
+        plain = getattr(session_module, name)
+
+        def counted(*args: Any, name: str = name, plain: Any = plain) -> Any:
+            calls[name] += len(args[1]) if name == "token_digests" else 1
+            return plain(*args)
+
+        monkeypatch.setattr(session_module, name, counted)
+    for n in range(1, 50):
+        index._add(Session("c", token_digests_of(list(range(n))), n, 1))
+    index._add(Session("c", "other tokens", 80, 1))
+    prompt = Prefixes(list(range(100)))
+    calls.clear()
+    for _ in range(3):
+        found = index.find("c", prompt, 99, 0)
+        assert found is not None and found.num_tokens == 49
+    assert calls == {"token_digests": 50, "session_id": 2}, "of 49 and 80 tokens"
+    added = Session("c", token_digests_of(list(range(60))), 60, 1)
+    index._add(added)
+    assert index.find("c", prompt, 99, 0) is added
+    assert calls["token_digests"] == 51 and index.find("d", prompt, 99, 0) is None

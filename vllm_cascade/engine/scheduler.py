@@ -436,6 +436,11 @@ class _StrideAligned(_Base):
                 self._drafted.append((request, request.num_computed_tokens - len(drafts)))
         return super().update_from_output(scheduler_output, model_runner_output)
 
+    def has_requests(self) -> bool:
+        """Whether the engine takes a step; also one in which workers only drop sessions."""
+        pending = self.sessions is not None and self.sessions.index.pending
+        return super().has_requests() or pending
+
     def shutdown(self) -> None:
         super().shutdown()
         if self.sessions is not None:

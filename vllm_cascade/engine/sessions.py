@@ -40,7 +40,7 @@ from vllm_cascade.sessions.files import (
     first_difference,
 )
 from vllm_cascade.sessions.index import SessionIndex
-from vllm_cascade.sessions.session import Command, Report, Session, SessionCounters
+from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
 
 KEPT = {
@@ -81,6 +81,7 @@ class SchedulerSessions:
         self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
         self._policies: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()  # their digests
         self._adapters = Adapters()
+        self._prompts: WeakKeyDictionary[Request, Prefixes] = WeakKeyDictionary()
         self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()  # their contexts
         self._found: dict[str, Session] = {}  # by request id, while the request waits
         self._reported = SessionCounters()
@@ -263,7 +264,13 @@ class SchedulerSessions:
         if context is None:
             return None
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
-        return self.index.find(context, request.prompt_token_ids or (), longest, time.time())
+        return self.index.find(context, self._prompt_of(request), longest, time.time())
+
+    def _prompt_of(self, request: Request) -> Prefixes:
+        """A waiting request's prompt, which is looked for whenever sessions come or go."""
+        if request not in self._prompts:
+            self._prompts[request] = Prefixes(request.prompt_token_ids or ())
+        return self._prompts[request]
 
     def _leave(self, request_id: str) -> None:
         self._searched.pop(request_id, None)
@@ -298,13 +305,14 @@ class SchedulerSessions:
             self.started.pop(name, None)
             if request.num_preemptions == 0:
                 self.index.counters.misses[self._reason(request)] += 1
+        self._prompts.pop(request, None)
         self._leave(name)
         return started
 
     def _reason(self, request: Request) -> str:
         """Why no session serves a request."""
-        context, tokens = self.context(request), request.prompt_token_ids or ()
-        other = context is not None and self.index.diverges(context, tokens)
+        context = self.context(request)
+        other = context is not None and self.index.diverges(context, self._prompt_of(request))
         return "diverged" if other else "no_session"
 
     # --- requests that end ------------------------------------------------------------------------

@@ -19,10 +19,10 @@ import numpy as np
 from vllm_cascade.sessions.session import (
     DIGEST_BYTES,
     Command,
+    Prefixes,
     Report,
     Session,
     SessionCounters,
-    session_id,
     token_digests,
 )
 
@@ -85,27 +85,28 @@ class SessionIndex:
     # --- search ---------------------------------------------------------------------------------
 
     def find(
-        self, context: str, tokens: Sequence[int], max_tokens: int, now: float
+        self, context: str, tokens: Sequence[int] | Prefixes, max_tokens: int, now: float
     ) -> Session | None:
         """Find the session with the longest prefix of ``tokens``, of at most ``max_tokens``."""
         self.expire(now)
         lengths = sorted(n for n in self._lengths.get(context, ()) if n <= max_tokens)
         if not lengths:
             return None
-        digests = token_digests(np.asarray(tokens[: lengths[-1]], dtype=np.int32), lengths)
-        ids = (session_id(context, digests[length], length) for length in reversed(lengths))
-        known = (self._sessions.get(id_) for id_ in ids)
+        prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
+        prefixes.digests(lengths)
+        known = (self._sessions.get(prefixes.id(context, n)) for n in reversed(lengths))
         return next((one for one in known if one is not None and not one.unusable), None)
 
-    def diverges(self, context: str, tokens: Sequence[int]) -> bool:
+    def diverges(self, context: str, tokens: Sequence[int] | Prefixes) -> bool:
         """Whether a prompt that no session serves goes on after the prompt of one, differently."""
         prompts = self._prompts.get(context, {})
         lengths = {int(prompt.split()[0]) for prompt in prompts}
         fits = sorted(length for length in lengths if length < len(tokens))
         if not fits:
             return False
-        digests = token_digests(np.asarray(tokens[: fits[-1]], dtype=np.int32), fits)
-        return any(f"{length} {digest}" in prompts for length, digest in digests.items())
+        prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
+        digests = prefixes.digests(fits)
+        return any(f"{length} {digests[length]}" in prompts for length in fits)
 
     def begins(self, session: Session, context: str, tokens: Sequence[int]) -> bool:
         """Whether a prompt begins with a session's tokens, under the same context."""
@@ -246,6 +247,11 @@ class SessionIndex:
             self.forget(oldest)
 
     # --- workers --------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are commands for workers."""
+        return bool(self._commands)
 
     def take_commands(self) -> list[Command]:
         """Commands for workers since the last call, in order."""

@@ -3,7 +3,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -31,6 +31,33 @@ def session_id(context: str, tokens: str, num_tokens: int) -> str:
     """Identifier of a session, also the name of its file."""
     text = f"{context} {tokens} {num_tokens}"
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+class Prefixes:
+    """A prompt whose prefixes are hashed once, however often sessions are looked for."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._digests: dict[int, str] = {}
+        self._ids: dict[tuple[str, int], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def digests(self, lengths: Iterable[int]) -> dict[int, str]:
+        """Digests of prefixes by length, of at least these lengths, which are ascending."""
+        new = [length for length in lengths if length not in self._digests]
+        if new:
+            tokens = np.asarray(self._tokens[: new[-1]], dtype=np.int32)
+            self._digests |= token_digests(tokens, new)
+        return self._digests
+
+    def id(self, context: str, length: int) -> str:
+        """Identifier of the session that ends with a prefix of a length given to ``digests``."""
+        key = context, length
+        if key not in self._ids:
+            self._ids[key] = session_id(context, self._digests[length], length)
+        return self._ids[key]
 
 
 @dataclass(eq=False)
