@@ -247,10 +247,10 @@ def _mapping(file: BufferedReader) -> torch.Tensor:
     """
     size = os.fstat(file.fileno()).st_size
     try:
-        storage = torch.UntypedStorage.from_file(file.name, False, size)
+        content = torch.from_file(file.name, False, size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"{file.name} cannot be mapped: {error}") from error
-    return torch.empty(0, dtype=torch.uint8).set_(storage)[file.tell() :]
+    return content[file.tell() :]
 
 
 def _tensor(
