@@ -35,7 +35,7 @@ from tests.engine.test_latent import V2, experts_in_one_group
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.recurrent import RECURRENT, write_recurrent
 from vllm_cascade.sessions import files, tiers
-from vllm_cascade.sessions.files import Folder
+from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.session import Command
 from vllm_cascade.sessions.tiers import WorkerSessions
 

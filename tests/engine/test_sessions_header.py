@@ -27,7 +27,8 @@ from vllm_cascade.engine.session_header import (
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions import files
-from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, file_name, write
+from vllm_cascade.sessions.files import FOREIGN, file_name, write
+from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Report, Session
 

@@ -24,8 +24,10 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions import folder as folder_module
 from vllm_cascade.sessions.copies import Copies
-from vllm_cascade.sessions.files import FOREIGN, Folder, Unusable, file_name, read, write
+from vllm_cascade.sessions.files import FOREIGN, Unusable, file_name, read, write
+from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.session import Command, Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
@@ -259,7 +261,7 @@ def test_entries(tmp_path: Path) -> None:
 
 def test_damaged_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were moved last stay, whatever their age."""
-    monkeypatch.setattr(files, "MOST_DAMAGED", 25)
+    monkeypatch.setattr(folder_module, "MOST_DAMAGED", 25)
     folder = Folder(tmp_path)
     folder.open()
     for n in range(4):
@@ -267,7 +269,7 @@ def test_damaged_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         os.utime(tmp_path / f"{n}", (100 - n, 100 - n))
         folder.move_aside(f"{n}")
         time.sleep(0.02)
-    assert sorted(path.name for path in (tmp_path / files.DAMAGED).iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in (tmp_path / DAMAGED).iterdir()) == ["2", "3"]
     folder.close()
 
 
@@ -398,7 +400,7 @@ def test_a_worker_reads_no_damaged_file(
     assert wait(other).unreadable == {one.id: reason}
     other.execute([])
     assert not other.states
-    aside = list((tmp_path / files.DAMAGED).iterdir())
+    aside = list((tmp_path / DAMAGED).iterdir())
     assert len(aside) == (reason == "damaged")
     worker.close()
     other.close()

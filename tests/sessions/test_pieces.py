@@ -17,7 +17,8 @@ from vllm_cascade.recall.log import Log
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files, pieces
 from vllm_cascade.sessions.copies import Copies
-from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX, Folder
+from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX
+from vllm_cascade.sessions.folder import DAMAGED, LOCK, Folder
 from vllm_cascade.sessions.session import Command, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
@@ -31,8 +32,8 @@ class Chat:
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o700)
         self.stores, self.log = Stores(SHAPE), Log(SHAPE)
-        (folder / files.DAMAGED).mkdir(exist_ok=True)
-        (folder / files.LOCK).touch()
+        (folder / DAMAGED).mkdir(exist_ok=True)
+        (folder / LOCK).touch()
         self.worker = WorkerSessions(Copies(pools()), folder, self.stores)
         self.turns: list[tuple[Session, Log]] = []
 
@@ -134,7 +135,7 @@ def test_a_mapped_file_holds_no_descriptor(tmp_path: Path, monkeypatch: pytest.M
     other = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
     with monkeypatch.context() as broken:
         broken.setattr(torch, "from_file", lambda *_, **__: torch.empty(-1))
-        assert read(other, one) == "io" and not names(tmp_path / files.DAMAGED)
+        assert read(other, one) == "io" and not names(tmp_path / DAMAGED)
     before = len(os.listdir("/proc/self/fd"))
     assert not read(other, one) and len(names(tmp_path)) == 3
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -205,7 +206,7 @@ def test_damaged_units_give_no_session(damage: str, tmp_path: Path) -> None:
     reasons = [read(other, one) for one in sharing]
     assert reasons == {"gone": ["missing"] * 2}.get(damage, ["damaged", "missing"])
     assert not read(other, apart) and same_logs(other.states[apart.id].units, chat.turns[-1][1])
-    aside = names(tmp_path / files.DAMAGED)
+    aside = names(tmp_path / DAMAGED)
     assert aside == (set() if damage == "gone" else {shared})
     for one in sharing:
         other.execute([Command("remove", one.id)])

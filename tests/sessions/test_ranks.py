@@ -11,7 +11,8 @@ from torch.distributed import HashStore
 from tests.sessions.test_files import ENGINE, pools, wait
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies
-from vllm_cascade.sessions.files import Folder, file_name, read_header, write
+from vllm_cascade.sessions.files import file_name, read_header, write
+from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.ranks import Outcome, Ranks
 from vllm_cascade.sessions.session import Command, Report, Session
@@ -136,7 +137,7 @@ def test_a_part_that_is_missing_or_wrong(damage: str, tmp_path: Path) -> None:
     assert not ranks[0].states and not ranks[1].states
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
     aside = {"gone": 0, "swapped": 2}.get(damage, 1)
-    assert len(list((tmp_path / files.DAMAGED).iterdir())) == aside
+    assert len(list((tmp_path / DAMAGED).iterdir())) == aside
     assert index.used == {"memory": 0, "disk": 0}
 
 

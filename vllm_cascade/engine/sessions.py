@@ -30,15 +30,8 @@ from vllm_cascade.log import logger
 from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import (
-    DAMAGED,
-    FOREIGN,
-    Bad,
-    Entry,
-    Folder,
-    Unusable,
-    first_difference,
-)
+from vllm_cascade.sessions.files import FOREIGN, Unusable, first_difference
+from vllm_cascade.sessions.folder import DAMAGED, Bad, Entry, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings

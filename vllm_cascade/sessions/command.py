@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.files import Bad, Entry, Folder, Unusable, parts_of, read
+from vllm_cascade.sessions.files import Unusable, parts_of, read
+from vllm_cascade.sessions.folder import Bad, Entry, Folder
 from vllm_cascade.sessions.settings import ENGINE_FOLDER
 
 

@@ -94,7 +94,7 @@ class SessionIndex:
             return None
         prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
         prefixes.digests(lengths)
-        known = (self._sessions.get(prefixes.id(context, n)) for n in reversed(lengths))
+        known = (self._sessions.get(prefixes.session_at(context, n)) for n in reversed(lengths))
         return next((one for one in known if one is not None and not one.unusable), None)
 
     def diverges(self, context: str, tokens: Sequence[int] | Prefixes) -> bool:

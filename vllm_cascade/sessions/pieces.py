@@ -24,6 +24,7 @@ import torch
 
 from vllm_cascade.recall.stores import Piece
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.folder import Folder
 
 Listed = tuple[str, str]
 """Name and checksum of a file."""
@@ -101,7 +102,7 @@ class Pieces:
             _, tensors = files.read(self._folder / name, expected, mapped)
         except files.Unusable as error:
             if error.reason == "damaged":
-                files.Folder(self._folder).move_aside(name)
+                Folder(self._folder).move_aside(name)
             raise
         piece = of(tensors["units"].numpy())
         self._note(piece, listed)

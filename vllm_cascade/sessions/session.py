@@ -52,7 +52,7 @@ class Prefixes:
             self._digests |= token_digests(tokens, new)
         return self._digests
 
-    def id(self, context: str, length: int) -> str:
+    def session_at(self, context: str, length: int) -> str:
         """Identifier of the session that ends with a prefix of a length given to ``digests``."""
         key = context, length
         if key not in self._ids:

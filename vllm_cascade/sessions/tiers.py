@@ -22,6 +22,7 @@ from vllm_cascade.log import logger
 from vllm_cascade.recall.stores import Piece, Units, UnitStores
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies, Tensors
+from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.pieces import Listed, Pieces
 from vllm_cascade.sessions.ranks import Outcome, Ranks
 from vllm_cascade.sessions.session import Command, Report
@@ -92,7 +93,7 @@ class WorkerSessions:
     ) -> None:
         self._copies, self._stores = copies, stores
         self.states: dict[str, State] = {}
-        self._folder = None if folder is None else files.Folder(folder)
+        self._folder = None if folder is None else Folder(folder)
         self._ranks = ranks or Ranks()
         self._pieces = None if folder is None else Pieces(folder, self._ranks.name)
         self._num_files = 0  # writes and reads begun
