@@ -340,7 +340,7 @@ def last_session(index: Any, chat: list[int]) -> Any:
     return session
 
 
-def named(index: Any, name: str) -> Any:
+def pinned_as(index: Any, name: str) -> Any:
     """The session that a request without salt and adapter pinned under a name."""
     found = [one for key, one in index._by_name.items() if key.endswith(f" {name}")]
     return found[0] if found else None
@@ -353,7 +353,7 @@ def test_a_name_and_a_prompt_that_does_not_begin_with_it(
     index, named = index_of(llm), {"extra_args": {"kv_session": "mine"}}
     first = book_tokens[30000:30100]
     _, (answer, _) = ask(llm, first, **named)
-    session = named(index, "mine")
+    session = pinned_as(index, "mine")
     assert session is not None and session.num_tokens == len(first) + ANSWER - 1
     other = book_tokens[31000:31200]
     cached, found = ask(llm, other, **named)
@@ -361,11 +361,11 @@ def test_a_name_and_a_prompt_that_does_not_begin_with_it(
     plain = {"prompt_token_ids": other, "cache_salt": "nothing is found"}
     (truth,) = llm.generate([plain], params(), use_tqdm=False)
     assert found == parts(truth)
-    assert named(index, "mine") is not session
+    assert pinned_as(index, "mine") is not session
     cached, _ = ask(llm, [*first, *answer, *NEXT], **named)
     assert cached == session.num_tokens, "it is found by its tokens, not by its name"
     ask(llm, other[:50], extra_args={"kv_session": "mine", "kv_session_release": True})
-    assert named(index, "mine") is None
+    assert pinned_as(index, "mine") is None
 
 
 @pytest.mark.parametrize(
