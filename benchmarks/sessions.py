@@ -128,7 +128,7 @@ def wait_for_file(folder: Path, num_tokens: int) -> None:
     Raises:
         TimeoutError: it did not come.
     """
-    from vllm_cascade.sessions.files import Folder
+    from vllm_cascade.sessions.folder import Folder
 
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:

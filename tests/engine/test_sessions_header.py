@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a new server takes of a folder: only states of an engine like itself; it says what else."""
 
+import errno
 import json
+import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,30 +16,60 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
 from tests.oracle.random_models import write_llama
-from tests.sessions.test_files import ENGINE, header_of, session, tensors
-from vllm_cascade.engine import sessions
-from vllm_cascade.engine.sessions import (
-    SchedulerSessions,
+from tests.sessions.test_files import ENGINE, header_of, pin, session, tensors
+from vllm_cascade.engine import session_header, sessions
+from vllm_cascade.engine.session_header import (
+    SAMPLE_BYTES,
     engine_header,
     policy_settings,
     weights_of,
 )
+from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.policies.registry import resolve
-from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, file_name, write
+from vllm_cascade.sessions import files
+from vllm_cascade.sessions.files import FOREIGN, file_name, write
+from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.session import Report, Session
 
 
-def scanned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SessionIndex, list[str]]:
-    """The index of a server that starts on a folder, and what it warns of."""
+def started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **bounds: int
+) -> tuple[SchedulerSessions, list[str]]:
+    """The sessions of a server that starts on a folder, and what it warns of."""
     said: list[str] = []
     monkeypatch.setattr(sessions.logger, "warning", lambda text, *args: said.append(text % args))
     made: Any = SchedulerSessions.__new__(SchedulerSessions)
-    made._header, made.index = ENGINE, SessionIndex(10**6, 10**6, header=ENGINE)
-    own = Folder(folder)
-    own.open()
-    made._scan(own)
-    own.close()
+    settings = {"memory_bytes": 10**6, "disk_bytes": 10**6, **bounds}
+    made.index = SessionIndex(**settings, header=ENGINE)
+    made.folder, made._foreign = Folder(folder), {}
+    made._keeper, made._names_version = ThreadPoolExecutor(1), 0
+    made.folder.open()
+    made._scan(made.folder)
+    made.folder.close()
+    return made, said
+
+
+def scanned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **bounds: int
+) -> tuple[SessionIndex, list[str]]:
+    made, said = started(folder, monkeypatch, **bounds)
+    made._keeper.shutdown()
     return made.index, said
+
+
+def put(folder: Path, num: int, used: float, **header: str) -> Session:
+    """A file of a session of 100 bytes."""
+    one = session(num)
+    path = folder / file_name(one.id, 0, 1)
+    write(path, header_of(one, rank="0of1", **header), tensors())
+    os.utime(path, (used, used))
+    return one
+
+
+def left(folder: Path) -> set[str]:
+    """Ids of the sessions whose files are there."""
+    return {path.name.split(".")[0] for path in folder.glob("*.session")}
 
 
 @pytest.mark.parametrize("key", FOREIGN)
@@ -48,22 +82,116 @@ def test_another_engines_sessions(
         header = header_of(one, rank="0of1", **({key: "another"} if n else {}))
         write(tmp_path / file_name(one.id, 0, 1), header, tensors())
     index, said = scanned(tmp_path, monkeypatch)
-    assert index.held == {"memory": 0, "disk": 1} and index.counters.misses == {"foreign": 2}
+    assert index.held == {"memory": 0, "disk": 3} and index.counters.misses == {"foreign": 2}
+    assert index.used["disk"] == 300 and sum(one.unusable for one in index._sessions.values()) == 2
     (line,) = said
     assert f"2 sessions in {tmp_path} belong to an engine with another {key}" in line
     assert "give each engine a --kv-sessions-dir of its own" in line
     assert len(list(tmp_path.glob("*.session"))) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing rank"])
-def test_damaged_files_at_start(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_names_come_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from sessions' files, which hold what was true when they were written."""
+    first, second, third = (session(n) for n in range(3))
+    for one in (first, second, third):
+        write(tmp_path / file_name(one.id, 0, 1), header_of(one, rank="0of1"), tensors())
+    pin(tmp_path, {"scope a": second.id, "scope b": "a session that is gone"})
+    index, said = scanned(tmp_path, monkeypatch)
+    assert [one.name for one in index._sessions.values()].count(None) == 2 and not said
+    pinned = index.named("scope a")
+    assert pinned is not None and pinned.id == second.id and index.named("scope b") is None
+    (tmp_path / "names.json").write_text("{half a fi")
+    index, said = scanned(tmp_path, monkeypatch)
+    assert len(index) == 3 and index.named("scope a") is None
+    assert "names.json: " in said[0] and "no session is pinned" in said[0]
+
+
+def test_other_engines_sessions_count_and_leave_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, world = session(1), 1 + (damage == "missing rank")
-    path = tmp_path / file_name(one.id, 0, world)
-    write(path, header_of(one, rank=f"0of{world}"), tensors())
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-9])
+    """The folder's bound holds over upgrades; evicted units go with the last that lists them."""
+    listed = [["aa.0of1.units", write(tmp_path / "aa.0of1.units", {}, tensors())]]
+    old = [put(tmp_path, n, 10.0 + n, vllm="old", pieces=json.dumps(listed)) for n in range(3)]
+    own = put(tmp_path, 9, 1.0)
+    made, _ = started(tmp_path, monkeypatch, disk_bytes=350)
+    index = made.index
+    assert index.used["disk"] == 300 and left(tmp_path) == {own.id, old[1].id, old[2].id}
+    for n, gone in ((1, {old[1].id}), (2, {old[1].id, old[2].id})):
+        assert index.keep("c", [n], 100, pages=(1,), now=20)
+        commands = made.take_commands()
+        assert [c.op for c in commands] == ["save", "write"], "workers know their own files only"
+        made._keeper.submit(lambda: None).result(30)
+        assert left(tmp_path) == {own.id, *(one.id for one in old[1:])} - gone
+        assert (tmp_path / "aa.0of1.units").exists() == (n == 1)
+        index.note(Report(written=[commands[1].id]))
+    assert index.used["disk"] == 300 and index.held["disk"] == 3
+    assert index.counters.misses == {"foreign": 3, "evicted": 2}
+    made._keeper.shutdown()
+
+
+def test_a_smaller_bound_keeps_pinned_sessions_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what fits: a session that does not fit takes no room from others."""
+    pinned, older, newer = (put(tmp_path, n, float(n)) for n in (1, 2, 3))
+    large = put(tmp_path, 4, 4.0, num_bytes="250")
+    pin(tmp_path, {"scope mine": pinned.id})
+    index, _ = scanned(tmp_path, monkeypatch, disk_bytes=220)
+    assert left(tmp_path) == {pinned.id, newer.id} and index.used["disk"] == 200
+    assert older.id not in index._sessions and large.id not in index._sessions
+    assert [one.name for one in index._sessions.values()] == ["scope mine", None]
+
+
+def test_expired_and_large_sessions_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One too large for the memory counts as long as it is there, and is never read."""
+    now = time.time()
+    put(tmp_path, 1, now - 1000, vllm="old")
+    large, fits = put(tmp_path, 2, now, num_bytes="150"), put(tmp_path, 3, now)
+    index, _ = scanned(tmp_path, monkeypatch, memory_bytes=120, ttl=500)
+    assert left(tmp_path) == {large.id, fits.id} and index.used["disk"] == 250
+    assert index.counters.misses["expired"] == 1
+    assert index._sessions[large.id].unusable and not index._sessions[fits.id].unusable
+
+
+def test_a_read_error_at_start_destroys_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file stays, and so do all evicted units: it may list them."""
+    units = tmp_path / "aa.0of1.units"
+    one = put(tmp_path, 1, 1.0, pieces=json.dumps([[units.name, write(units, {}, tensors())]]))
+
+    def fail(file: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "_description", fail)
+        index, said = scanned(tmp_path, monkeypatch)
+    assert left(tmp_path) == {one.id} and units.exists() and len(index) == 0
+    assert index.counters.misses == {"io": 1} and "Input/output error" in said[0]
+    assert "stays where it is" in said[0]
+    index, said = scanned(tmp_path, monkeypatch)
+    assert one.id in index._sessions and not said
+
+
+def test_parts_of_a_set_that_a_crash_left_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no damage: the server ended between the files of two ranks."""
+    one, two = session(1), session(2)
+    write(tmp_path / file_name(one.id, 0, 2), header_of(one, rank="0of2"), tensors())
+    for rank in range(2):
+        header = header_of(two, rank=f"{rank}of2", stamp=str(rank))
+        write(tmp_path / file_name(two.id, rank, 2), header, tensors())
+    index, said = scanned(tmp_path, monkeypatch)
+    assert not said and not left(tmp_path) and not list((tmp_path / DAMAGED).iterdir())
+    assert index.counters.misses == {"incomplete": 3}
+
+
+def test_damaged_files_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / file_name(put(tmp_path, 1, 1.0).id, 0, 1)
+    path.write_bytes(path.read_bytes()[:-9])
     index, said = scanned(tmp_path, monkeypatch)
     assert len(index) == 0 and index.counters.misses == {"damaged": 1}
     (line,) = said
@@ -72,19 +200,58 @@ def test_damaged_files_at_start(
     assert (tmp_path / DAMAGED / path.name).exists() and not path.exists()
 
 
+def weights(name: Path | str, download_dir: str | None = None) -> list[Any]:
+    return weights_of(SimpleNamespace(model=str(name), revision=None), download_dir)  # type: ignore[arg-type]
+
+
 def test_weights_are_recognised(tmp_path: Path) -> None:
-    """One altered byte of a shard that is sampled, a longer file and another name."""
+    """One altered byte of a shard that is sampled or not, a longer file and another name."""
     copy = tmp_path / "model"
     shutil.copytree(MODEL, copy)
-    of = lambda: weights_of(SimpleNamespace(model=str(copy), revision=None))  # type: ignore[arg-type]  # noqa: E731
     (file,) = copy.glob("*.safetensors")
-    first, content = of(), bytearray(file.read_bytes())
-    assert len(first) == 1 and first[0][1] == len(content)
-    content[len(content) // 2 + 7] ^= 1
-    file.write_bytes(content)
-    second = of()
+    found, content = [weights(copy)], bytearray(file.read_bytes())
+    assert len(found[0]) == 1 and found[0][0][1] == len(content)
+    for at in (len(content) // 2 + 7, len(content) // 2 + 7 + SAMPLE_BYTES):
+        content[at] ^= 1
+        file.write_bytes(content)
+        os.utime(file, (1, len(found)))
+        found.append(weights(copy))
     file.write_bytes(content + b"x")
-    assert len({json.dumps(one) for one in (first, second, of())}) == 3
+    found.append(weights(copy))
+    assert len({json.dumps(one) for one in found}) == 4
+
+
+def test_weights_in_a_download_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM puts the configuration into its usual cache, and weights into ``--download-dir``."""
+    said: list[str] = []
+    monkeypatch.setattr(session_header.logger, "warning", lambda text, *args: said.append(text))
+    snapshot = tmp_path / "models--org--m" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--m" / "refs").mkdir()
+    (tmp_path / "models--org--m" / "refs" / "main").write_text("a" * 40)
+    shard, found = snapshot / "model.safetensors", []
+    for content in (b"old", b"new"):
+        shard.write_bytes(content)
+        found.append(weights("org/m", str(tmp_path)))
+    assert found[0] != found[1] and found[0][0][0] == shard.name and not said
+    assert weights(shard) == found[1], "a file is a model, too"
+    for unknown in ("org/m", "s3://bucket/m", "repo/name:Q4_K_M", tmp_path):
+        assert weights(unknown) != weights(unknown), "sessions are found by this engine only"
+    assert len(said) == 8 and "no weight files" in said[0]
+
+
+def test_a_model_under_another_path(tmp_path: Path) -> None:
+    """Only what states depend on counts: no path, and no version of transformers."""
+    (tmp_path / "linked").symlink_to(MODEL)
+    found = []
+    for path in (MODEL, tmp_path / "linked"):
+        made = EngineArgs(
+            model=str(path), additional_config={"kv_policy": {"name": "sink", "budget": 64}}
+        ).create_engine_config()
+        made.model_config.hf_config.transformers_version = str(path)
+        found.append(engine_header(made, SimpleNamespace(kv_cache_groups=[])))  # type: ignore[arg-type]
+    assert [header.pop("model_name") for header in found] == [str(MODEL), str(tmp_path / "linked")]
+    assert found[0] == found[1]
 
 
 def test_policies_differ_by_every_setting_that_states_depend_on() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.server import Server
 from tests.engine.test_pipeline_parallel import cores
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.files import Folder
+from vllm_cascade.sessions.folder import Folder
 
 FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128", "--kv-recall", "0", "--kv-sessions"]
 FLAGS += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']

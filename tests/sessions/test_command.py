@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-cascade sessions``, also on a machine without vLLM."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,16 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.sessions.test_files import pin
 from vllm_cascade.cli import main
 from vllm_cascade.sessions.files import FOREIGN, SUFFIX, file_name, write
-from vllm_cascade.sessions.index import Session
+from vllm_cascade.sessions.session import Session
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for num, name in ((5, None), (70000, "mine"), (9, None)):
-        one = Session("context", f"tokens{num}", num, 100, name=name)
+    for num in (5, 70000, 9):
+        one = Session("context", f"tokens{num}", num, 100)
         header = {**dict.fromkeys(FOREIGN, "this"), **one.header, "model_name": "a-model"}
         header["rank"] = "0of1"
         write(
@@ -25,6 +27,8 @@ def folder(tmp_path: Path) -> Path:
             header,
             {"a": torch.zeros(1 << 20, dtype=torch.int8)},
         )
+        if num == 70000:
+            pin(tmp_path, {"scope mine": one.id})
     return tmp_path
 
 
@@ -64,6 +68,56 @@ def test_remove(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     errors = capsys.readouterr().err
     assert "takes the names or ids" in errors and "0 sessions are called 'nothing'" in errors
     assert len(ids(folder)) == 1
+
+
+def test_folders_of_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data-parallel engines have a folder each; the command looks into all of them."""
+    other = folder / "engine-1"
+    other.mkdir(mode=0o700)
+    first, second, _ = ids(folder)
+    for path in list(folder.glob(f"{first}*")):
+        path.rename(other / path.name)
+    main(["sessions", str(folder)])
+    text = capsys.readouterr().out
+    assert "2 sessions, 2.0 MiB" in text and "1 sessions, 1.0 MiB" in text and str(other) in text
+    main(["sessions", str(folder), "verify"])
+    assert "2 sessions, all files are whole" in (text := capsys.readouterr().out)
+    assert "1 sessions, all files are whole" in text
+    path = next(folder.glob(f"*{SUFFIX}"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(SystemExit):
+        main(["sessions", str(folder), "verify"])
+    assert "1 sessions, all files are whole" in capsys.readouterr().out, "of the other folder"
+    path.write_bytes(content)
+    main(["sessions", str(folder), "remove", first, second])
+    assert not ids(other) and len(ids(folder)) == 1
+    with pytest.raises(SystemExit):
+        main(["sessions", str(folder), "remove", first])
+    assert "0 sessions are called" in capsys.readouterr().err
+
+
+def test_a_name_cannot_write_to_the_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names come from clients."""
+    one, two, _ = ids(folder)
+    pin(folder, {"scope \x1b]0;owned\x07": one, "scope d'où 日本": two})
+    main(["sessions", str(folder)])
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\x07" not in text
+    assert "\\x1b]0;owned\\x07" in text and "d'où 日本" in text
+
+
+def test_two_files_of_one_session(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As older versions left them after a change of parallel sizes: both are removed."""
+    first, *_ = ids(folder)
+    (path,) = folder.glob(f"{first}*")
+    for rank in range(2):
+        shutil.copy(path, folder / file_name(first, rank, 2))
+    main(["sessions", str(folder), "remove", first])
+    assert first not in ids(folder) and len(ids(folder)) == 2
+    assert capsys.readouterr().out.count(f"removed {first}") == 2
 
 
 def test_it_needs_no_vllm(folder: Path) -> None:

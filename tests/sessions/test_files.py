@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -23,9 +24,11 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions import folder as folder_module
 from vllm_cascade.sessions.copies import Copies
-from vllm_cascade.sessions.files import FOREIGN, Folder, Unusable, file_name, read, write
-from vllm_cascade.sessions.index import Command, Report, Session
+from vllm_cascade.sessions.files import FOREIGN, Unusable, file_name, read, write
+from vllm_cascade.sessions.folder import DAMAGED, Folder
+from vllm_cascade.sessions.session import Command, Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 ENGINE = {key: f"this {key}" for key in FOREIGN}
@@ -41,8 +44,16 @@ SHAPE = UnitShape(
 )
 
 
-def session(num: int = 5, name: str | None = None) -> Session:
-    return Session("context", f"tokens{num}", num, 100, name=name)
+def session(num: int = 5) -> Session:
+    return Session("context", f"tokens{num}", num, 100)
+
+
+def pin(path: Path, names: dict[str, str]) -> None:
+    """Pin sessions in a folder that no server uses."""
+    folder = Folder(path)
+    folder.open()
+    folder.write_names(names)
+    folder.close()
 
 
 def header_of(one: Session, **more: str) -> dict[str, str]:
@@ -100,12 +111,12 @@ def test_an_altered_bit_is_found(place: float, bit: int, tmp_path: Path) -> None
     content[at] ^= 1 << bit
     path.write_bytes(content)
     try:
-        header, found = read(path, {**ENGINE, **session().header})
+        _, found = read(path, {**ENGINE, **session().header})
     except Unusable as error:
         assert error.reason in ("damaged", "foreign")
     else:
         assert padding <= at < 8 + length
-        assert same(found, tensors()) and header["name"] == ""
+        assert same(found, tensors())
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, -1, -64])
@@ -163,6 +174,18 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setattr(files.os, "fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
         write(path, header_of(session()), big)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has its name already, but whoever wrote it is told that there is none."""
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "_sync_folder", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path / "x.session", header_of(session()), tensors())
     assert not list(tmp_path.iterdir())
 
 
@@ -226,11 +249,28 @@ def test_entries(tmp_path: Path) -> None:
         (two.id, 2, False),
     ]
     assert Session.of(entries[0].header, 1).id == one.id
-    problems = dict(bad)
+    reasons = {name: reason for name, _, reason in bad}
+    problems = {name: problem for name, problem, _ in bad}
     assert "rank 0 is missing" in problems.pop(file_name(lost.id, 1, 2))
+    assert reasons.pop(file_name(lost.id, 1, 2)) == "incomplete"
     assert "another session's" in problems.pop(file_name(renamed.id, 0, 1))
     assert "cut short" in problems.pop(file_name("short", 0, 1))
     assert "not the name" in problems.pop(f"notes{files.SUFFIX}") and not problems
+    assert set(reasons.values()) == {"damaged"}
+
+
+def test_damaged_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were moved last stay, whatever their age."""
+    monkeypatch.setattr(folder_module, "MOST_DAMAGED", 25)
+    folder = Folder(tmp_path)
+    folder.open()
+    for n in range(4):
+        (tmp_path / f"{n}").write_bytes(bytes(10))
+        os.utime(tmp_path / f"{n}", (100 - n, 100 - n))
+        folder.move_aside(f"{n}")
+        time.sleep(0.02)
+    assert sorted(path.name for path in (tmp_path / DAMAGED).iterdir()) == ["2", "3"]
+    folder.close()
 
 
 # ---------------------------------------------------------------------------------- the worker
@@ -272,9 +312,10 @@ def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
         report = worker.take_report()
         total.written += report.written
         total.unwritten += report.unwritten
+        total.stamps |= report.stamps
         total.read |= report.read
         total.unreadable |= report.unreadable
-        if sum(map(len, vars(total).values())) >= wanted:
+        if sum(map(len, vars(total).values())) - len(total.stamps) >= wanted:
             return total
         time.sleep(0.01)
     raise TimeoutError
@@ -359,10 +400,83 @@ def test_a_worker_reads_no_damaged_file(
     assert wait(other).unreadable == {one.id: reason}
     other.execute([])
     assert not other.states
-    aside = list((tmp_path / files.DAMAGED).iterdir())
+    aside = list((tmp_path / DAMAGED).iterdir())
     assert len(aside) == (reason == "damaged")
     worker.close()
     other.close()
+
+
+def test_a_file_of_the_same_model_under_another_name(tmp_path: Path) -> None:
+    """What a header says for people does not decide whether a file is read."""
+    Folder(tmp_path).open()
+    one, worker = session(), WorkerSessions(Copies(pools()), tmp_path)
+    header = header_of(one, model_name="/models/a")
+    worker.execute([Command("save", one.id, pages=(1,)), Command("write", one.id, header=header)])
+    assert wait(worker).written == [one.id]
+    expected = {**ENGINE, "stamp": one.stamp, "model_name": "./a"}
+    worker.execute([Command("drop", one.id), Command("read", one.id, header=expected)])
+    assert list(wait(worker).read) == [one.id]
+    worker.execute([Command("drop", one.id)])
+    worker.execute([Command("read", one.id, header={**expected, "stamp": "another"})])
+    assert wait(worker).unreadable == {one.id: "damaged"}
+    worker.close()
+
+
+def test_a_worker_touches_a_file(tmp_path: Path) -> None:
+    """So that its session does not expire; one whose file is gone stays without."""
+    Folder(tmp_path).open()
+    one, worker = session(), WorkerSessions(Copies(pools()), tmp_path)
+    path = tmp_path / file_name(one.id, 0, 1)
+    worker.execute([Command("touch", one.id)])
+    worker.execute([Command("save", one.id, pages=(1,))])
+    worker.execute([Command("write", one.id, header=header_of(one))])
+    wait(worker)
+    assert [entry.id for entry in Folder(tmp_path).entries()[0]] == [one.id]
+    os.utime(path, (1, 1))
+    worker.execute([Command("touch", one.id)])
+    worker.close()
+    assert path.stat().st_mtime > time.time() - 60
+
+
+def test_outcomes_name_the_write(tmp_path: Path) -> None:
+    Folder(tmp_path).open()
+    one, worker = session(), WorkerSessions(Copies(pools()), tmp_path)
+    one.stamp = "of this write"
+    worker.execute([Command("save", one.id, pages=(1,))])
+    worker.execute([Command("write", one.id, header=header_of(one))])
+    report = wait(worker)
+    assert report.written == [one.id] and report.stamps == {one.id: one.stamp}
+    worker.execute([Command("drop", one.id), Command("read", one.id, header=header_of(one))])
+    report = wait(worker)
+    assert list(report.read) == [one.id] and report.stamps == {one.id: one.stamp}
+    worker.close()
+
+
+def test_a_folder_that_another_server_has_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Someone deleted it while a server ran, and started a second server on it."""
+    first, one = Folder(tmp_path / "x"), session()
+    first.open()
+    worker = WorkerSessions(Copies(pools()), first.path)
+    commands = [
+        Command("save", one.id, pages=(1,)),
+        Command("write", one.id, header=header_of(one)),
+    ]
+    worker.execute(commands)
+    assert wait(worker).written == [one.id]
+    shutil.rmtree(first.path)
+    second = Folder(first.path)
+    second.open()
+    worker.execute(commands)
+    assert wait(worker).unwritten == [one.id]
+    with pytest.raises(OSError, match="another server"):
+        first.write_names({"a": "b"})
+    assert not list(first.path.glob("*.*"))
+    second.write_names({"a": "b"})
+    for folder in (first, second):
+        folder.close()
+    worker.close()
 
 
 def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +500,7 @@ KILLED = """
 import sys, torch
 from pathlib import Path
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
-from vllm_cascade.sessions.index import Session
+from vllm_cascade.sessions.session import Session
 folder = Path(sys.argv[1])
 print("ready", flush=True)
 for n in range(10**6):

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of sessions: what it finds, and its bounds, against plain bookkeeping."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_cascade.sessions.index import Command, Report, Session, SessionIndex, token_digests
+from vllm_cascade.sessions import session as session_module
+from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, token_digests
 
 TEXT = list(range(100, 140))
 
@@ -152,7 +155,7 @@ def test_the_folder_loses_its_least_recently_used() -> None:
     assert first not in {c.id for c in commands} and index.counters.misses["evicted"] == 2
 
 
-@pytest.mark.parametrize("reason", ["damaged", "missing", "foreign", "io"])
+@pytest.mark.parametrize("reason", ["damaged", "missing"])
 def test_an_unreadable_session_is_a_miss(reason: str) -> None:
     index = SessionIndex(20, 100)
     assert index.adopt(Session("c", token_digests_of([1]), 1, 10))
@@ -161,6 +164,26 @@ def test_an_unreadable_session_is_a_miss(reason: str) -> None:
     index.note(Report(unreadable={session.id: reason}))
     assert index.find("c", [1, 2], 1, 0) is None and index.counters.misses[reason] == 1
     assert index.used == {"memory": 0, "disk": 0} and len(index) == 0
+
+
+@pytest.mark.parametrize("reason", ["foreign", "io"])
+def test_a_file_that_stays_unread_still_counts(reason: str) -> None:
+    """No request finds it; equal tokens replace it, and it leaves first, whatever its name."""
+    index = SessionIndex(20, 20)
+    for n in range(2):
+        assert index.adopt(Session("c", token_digests_of([n]), 1, 10), f"s {n}")
+        session = index.find("c", [n, 2], 1, 0)
+        assert session is not None and not index.ready(session, "r")
+        version = index.version
+        index.note(Report(unreadable={session.id: reason}))
+        session.waiting.discard("r")
+        assert index.find("c", [n, 2], 1, 0) is None and index.version > version
+    assert index.counters.misses == {reason: 2} and index.used == {"memory": 0, "disk": 20}
+    index.take_commands()
+    assert index.keep("c", [0], 10, pages=(1,), now=0)
+    assert ops(index) == ["remove", "save", "write"] and index.named("s 0") is None
+    assert index.keep("c", [7], 10, pages=(1,), now=0)
+    assert ops(index) == ["save", "remove", "write"] and index.used["disk"] == 20
 
 
 def token_digests_of(tokens: list[int]) -> str:
@@ -265,3 +288,108 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         lengths = [n for counter in index._lengths.values() for n in counter.elements()]
         assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
         assert all(s.name == "n" for s in index._by_name.values())
+
+
+def test_names_that_a_file_must_hold() -> None:
+    """The version changes with the names, and not with turns that have none."""
+    index = SessionIndex(10**9, 10**9)
+    first = keep(index, [1], name="mine")
+    assert index.names() == {"mine": first} and index.names_version == 1
+    keep(index, [2])
+    keep(index, [1], name="mine")
+    assert index.names_version == 1
+    second = keep(index, [1, 2], name="mine")
+    assert index.names() == {"mine": second} and index.names_version == 2
+    index.release("mine")
+    assert index.names() == {} and index.names_version == 3
+    session = Session("c", token_digests_of([7]), 1, 10)
+    assert index.adopt(session, "other") and index.names() == {"other": session.id}
+
+
+def test_a_turns_file_stays_until_the_next_one_is_written() -> None:
+    """A full folder loses the other session; then the continued turn leaves first."""
+    index = SessionIndex(10**9, disk_bytes=30)
+    other, turn = keep(index, [9]), keep(index, [1])
+    keep(index, [8])
+    written(index)
+    index.find("c", [9, 9], 1, 0).used = 1
+    index._sessions.move_to_end(other)  # the turn is the least recently used
+    index._sessions.move_to_end(index.find("c", [8, 9], 1, 0).id)
+    following = keep(index, [1, 2], before=turn)
+    commands = index.take_commands()
+    assert [(c.op, c.id) for c in commands] == [
+        ("save", following),
+        ("remove", other),
+        ("write", following),
+    ]
+    later = keep(index, [7])  # while the next turn is being written
+    assert turn not in {c.id for c in index.take_commands() if c.op == "remove"} and later
+    index.note(Report(written=[following]))
+    keep(index, [6])
+    assert turn in {c.id for c in index.take_commands() if c.op == "remove"}
+    assert not index.counters.misses
+
+
+def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:
+    """Its file is touched, at most once a minute, also when equal tokens are kept again."""
+    index = SessionIndex(10**9, 10**9, ttl=100)
+    a = keep(index, [1])
+    written(index)
+    session = index.find("c", [1, 9], 1, 0)
+    assert session is not None
+    found = {}
+    for now in (30, 60, 90, 119, 120):
+        assert index.ready(session, "r")
+        index.restore(session, "r", (1,), "memory", now)
+        found[now] = ops(index)
+    assert found == {now: ["restore"] + ["touch"] * (now in (60, 120)) for now in found}
+    index.keep("c", [1], 10, pages=(1,), now=200)
+    (command,) = index.take_commands()
+    assert (command.op, command.id) == ("touch", a)
+
+
+def test_an_outcome_of_an_earlier_session_of_the_same_tokens() -> None:
+    """It says nothing of the file that is being written now."""
+    index = SessionIndex(15, 100)
+    a = keep(index, [1], name="mine")
+    first = session_of(index, [1]).stamp
+    index.release("mine")
+    assert keep(index, [1]) == a
+    index.note(Report(written=[a], stamps={a: first}))
+    second = session_of(index, [1])
+    assert second.writing and not second.on_disk and second.stamp != first
+    index.note(Report(unwritten=[a], stamps={a: first}))
+    assert second.writing and index.counters.misses == {"unwritten": 1}
+    index.note(Report(written=[a], stamps={a: second.stamp}))
+    assert second.on_disk and not second.writing
+
+
+def session_of(index: SessionIndex, tokens: list[int]) -> Session:
+    session = index.find("c", [*tokens, 1], len(tokens), 0)
+    assert session is not None
+    return session
+
+
+def test_a_prompt_is_hashed_once_for_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, calls = SessionIndex(10**9), Counter[str]()
+    for name in ("token_digests", "session_id"):
+        plain = getattr(session_module, name)
+
+        def counted(*args: Any, name: str = name, plain: Any = plain) -> Any:
+            calls[name] += len(args[1]) if name == "token_digests" else 1
+            return plain(*args)
+
+        monkeypatch.setattr(session_module, name, counted)
+    for n in range(1, 50):
+        index._add(Session("c", token_digests_of(list(range(n))), n, 1))
+    index._add(Session("c", "other tokens", 80, 1))
+    prompt = Prefixes(list(range(100)))
+    calls.clear()
+    for _ in range(3):
+        found = index.find("c", prompt, 99, 0)
+        assert found is not None and found.num_tokens == 49
+    assert calls == {"token_digests": 50, "session_id": 2}, "of 49 and 80 tokens"
+    added = Session("c", token_digests_of(list(range(60))), 60, 1)
+    index._add(added)
+    assert index.find("c", prompt, 99, 0) is added
+    assert calls["token_digests"] == 51 and index.find("d", prompt, 99, 0) is None

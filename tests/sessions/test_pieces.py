@@ -17,8 +17,9 @@ from vllm_cascade.recall.log import Log
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files, pieces
 from vllm_cascade.sessions.copies import Copies
-from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX, Folder
-from vllm_cascade.sessions.index import Command, Session
+from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX
+from vllm_cascade.sessions.folder import DAMAGED, LOCK, Folder
+from vllm_cascade.sessions.session import Command, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 FIRST = 4
@@ -31,7 +32,8 @@ class Chat:
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o700)
         self.stores, self.log = Stores(SHAPE), Log(SHAPE)
-        (folder / files.DAMAGED).mkdir(exist_ok=True)
+        (folder / DAMAGED).mkdir(exist_ok=True)
+        (folder / LOCK).touch()
         self.worker = WorkerSessions(Copies(pools()), folder, self.stores)
         self.turns: list[tuple[Session, Log]] = []
 
@@ -125,6 +127,23 @@ def test_files_are_mapped_up_to_a_number(
     other.close()
 
 
+def test_a_mapped_file_holds_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have 1,024 of them; and a mapping that fails is no damage."""
+    chat = Chat(tmp_path)
+    one = chat.turn(40)
+    chat.worker.close()
+    other = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "from_file", lambda *_, **__: torch.empty(-1))
+        assert read(other, one) == "io" and not names(tmp_path / DAMAGED)
+    before = len(os.listdir("/proc/self/fd"))
+    assert not read(other, one) and len(names(tmp_path)) == 3
+    assert len(os.listdir("/proc/self/fd")) <= before
+    maps = Path("/proc/self/maps").read_text("utf-8")
+    assert all(str(tmp_path / name) in maps for name in names(tmp_path))
+    other.close()
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_file_goes_with_its_last_session(restarted: bool, tmp_path: Path) -> None:
     chat = Chat(tmp_path)
@@ -137,6 +156,29 @@ def test_a_file_goes_with_its_last_session(restarted: bool, tmp_path: Path) -> N
     assert len(names(tmp_path)) == 3 and not read(chat.worker, second)
     chat.remove(second)
     assert not names(tmp_path) and not names(tmp_path, SUFFIX)
+    chat.worker.close()
+
+
+def test_units_stay_while_a_header_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may list what the session that is removed shares with it."""
+    chat = Chat(tmp_path)
+    first, second = chat.turn(32), chat.turn(16)
+    chat.worker.close()
+    chat.worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    read_header = files.read_header
+
+    def fail(path: Path) -> dict[str, str]:
+        if path.name.startswith(second.id):
+            raise files.Unusable("io", "Input/output error")
+        return read_header(path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "read_header", fail)
+        chat.remove(first)
+        Folder(tmp_path).remove_unused()
+    assert len(names(tmp_path)) == 3 and not read(chat.worker, second)
     chat.worker.close()
 
 
@@ -164,7 +206,7 @@ def test_damaged_units_give_no_session(damage: str, tmp_path: Path) -> None:
     reasons = [read(other, one) for one in sharing]
     assert reasons == {"gone": ["missing"] * 2}.get(damage, ["damaged", "missing"])
     assert not read(other, apart) and same_logs(other.states[apart.id].units, chat.turns[-1][1])
-    aside = names(tmp_path / files.DAMAGED)
+    aside = names(tmp_path / DAMAGED)
     assert aside == (set() if damage == "gone" else {shared})
     for one in sharing:
         other.execute([Command("remove", one.id)])

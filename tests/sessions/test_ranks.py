@@ -11,9 +11,11 @@ from torch.distributed import HashStore
 from tests.sessions.test_files import ENGINE, pools, wait
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies
-from vllm_cascade.sessions.files import Folder, file_name, read_header, write
-from vllm_cascade.sessions.index import Command, Report, Session, SessionIndex
+from vllm_cascade.sessions.files import file_name, read_header, write
+from vllm_cascade.sessions.folder import DAMAGED, Folder
+from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.ranks import Outcome, Ranks
+from vllm_cascade.sessions.session import Command, Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 WORLD = 2
@@ -135,7 +137,7 @@ def test_a_part_that_is_missing_or_wrong(damage: str, tmp_path: Path) -> None:
     assert not ranks[0].states and not ranks[1].states
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
     aside = {"gone": 0, "swapped": 2}.get(damage, 1)
-    assert len(list((tmp_path / files.DAMAGED).iterdir())) == aside
+    assert len(list((tmp_path / DAMAGED).iterdir())) == aside
     assert index.used == {"memory": 0, "disk": 0}
 
 
@@ -161,8 +163,8 @@ def test_parts_of_two_writes_are_not_taken_at_start(tmp_path: Path) -> None:
         header = {**ENGINE, **one.header, "rank": f"{rank}of2"}
         write(tmp_path / file_name(one.id, rank, 2), header, {"a": torch.zeros(3)})
     entries, bad = Folder(tmp_path).entries()
-    assert not entries and {problem for _, problem in bad} == {
-        "the ranks' files are not of one write"
+    assert not entries and {bad[1:] for bad in bad} == {
+        ("the ranks' files are not of one write", "incomplete")
     }
 
 
@@ -174,7 +176,8 @@ def test_a_read_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     wait(ranks[1])
     read = Command("read", session.id, header=ENGINE)
     execute(ranks, [Command("drop", session.id), read, Command("drop", session.id)])
-    assert wait(ranks[1]) == Report(read={session.id: pytest.approx(0, abs=30)})
+    seconds = pytest.approx(0, abs=30)
+    assert wait(ranks[1]) == Report(read={session.id: seconds}, stamps={session.id: ""})
     execute(ranks, [])
     assert all(not rank.states and not rank._arrived for rank in ranks)
     close(ranks)

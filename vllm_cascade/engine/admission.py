@@ -19,7 +19,7 @@ from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError, did_you_mean
 from vllm_cascade.sessions.settings import NAME as SESSION
-from vllm_cascade.sessions.settings import SESSION_ARGUMENTS, SessionSettings
+from vllm_cascade.sessions.settings import RELEASE, SESSION_ARGUMENTS, SessionSettings
 
 SHORT = {key.removeprefix("kv_"): key for key in KEYS}
 """Likely short spellings (``budget``, ``policy``, ``recall``), used to suggest the right key."""
@@ -183,6 +183,9 @@ def check_session(vllm_config: VllmConfig, params: SamplingParams) -> None:
     name = extra_args.get(SESSION)
     if not isinstance(name, str) or not 0 < len(name) <= 256:
         raise _refusal(SESSION, f"{SESSION} must be a name of 1 to 256 characters, not {name!r}")
+    release = extra_args.get(RELEASE)
+    if not isinstance(release, int | None) or release not in (None, 0, 1):
+        raise _refusal(RELEASE, f"{RELEASE} must be true or false, not {release!r}")
 
 
 def _check_rules(own: Schedule, key: str, most: int | None) -> None:

@@ -46,7 +46,7 @@ from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.strides import aligned_chunk, first_stride
 from vllm_cascade.recall.memory import RecallMemory
-from vllm_cascade.sessions.index import Command
+from vllm_cascade.sessions.session import Command
 from vllm_cascade.sessions.settings import SessionSettings
 
 
@@ -437,6 +437,11 @@ class _StrideAligned(_Base):
             if self.log_stats and request is not None:
                 self._drafted.append((request, request.num_computed_tokens - len(drafts)))
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def has_requests(self) -> bool:
+        """Whether the engine takes a step; also one in which workers only drop sessions."""
+        pending = self.sessions is not None and self.sessions.index.pending
+        return super().has_requests() or pending
 
     def shutdown(self) -> None:
         super().shutdown()

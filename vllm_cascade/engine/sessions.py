@@ -3,37 +3,38 @@
 
 import copy
 import hashlib
-import json
-import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine.session_header import (
+    Adapters,
+    digest,
+    engine_header,
+    page_bytes,
+    policy_settings,
+)
 from vllm_cascade.engine.session_metrics import SessionStats
 from vllm_cascade.log import logger
-from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import DAMAGED, FORMAT, Folder, first_difference
-from vllm_cascade.sessions.index import (
-    Command,
-    Report,
-    Session,
-    SessionCounters,
-    SessionIndex,
-)
+from vllm_cascade.sessions.files import FOREIGN, Unusable, first_difference
+from vllm_cascade.sessions.folder import DAMAGED, Bad, Entry, Folder
+from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
-from vllm_cascade.step.drafts import MODEL_DRAFTERS
 
 KEPT = {
     RequestStatus.FINISHED_STOPPED,
@@ -42,111 +43,6 @@ KEPT = {
     RequestStatus.FINISHED_REPETITION,
 }
 """How a request may end whose state is kept; the front-end aborts requests at stop strings."""
-LAYOUT = (
-    *("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype", "kv_quant_mode"),
-    *("page_slots", "window", "num_sets", "words", "shapes", "dtypes"),
-)
-"""Attributes of cache specs that pages depend on."""
-UNRELATED = {"recall_memory"}
-"""Settings of a policy that states do not depend on."""
-SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Places of a weight file that are read to recognise it, and bytes of each."""
-
-
-# --- what states depend on ------------------------------------------------------------------------
-
-
-def _digest(thing: Any) -> str:
-    text = json.dumps(thing, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def policy_settings(policy: Policy) -> dict[str, Any]:
-    """A policy's settings that states depend on; of a table of scores also its content."""
-    found = {"name": policy.name, **policy.model_dump(mode="json")}
-    source = policy.token_scores
-    if source is not None and source.idf:
-        found["idf"] = hashlib.blake2b(Path(source.idf).read_bytes()).hexdigest()
-    return {key: value for key, value in found.items() if key not in UNRELATED}
-
-
-def weights_of(model: ModelConfig) -> list[Any]:
-    """Names, sizes and samples of the model's weight files, as far as they are on this machine."""
-    folder = Path(model.model)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-        if not isinstance(found, str):
-            return [model.model, model.revision]
-        folder = Path(found).parent
-    weights: list[Any] = []
-    for file in sorted(folder.iterdir()):
-        if file.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
-            continue
-        size, digest = file.stat().st_size, hashlib.blake2b(digest_size=16)
-        with file.open("rb") as content:
-            for i in range(SAMPLES):
-                content.seek(size * i // SAMPLES)
-                digest.update(content.read(SAMPLE_BYTES))
-        weights.append((file.name, size, digest.hexdigest()))
-    return weights
-
-
-def _drafting_of(config: VllmConfig) -> list[Any]:
-    """What the states of a drafting model's layers depend on; empty without one."""
-    drafts = config.speculative_config
-    if drafts is None or drafts.method not in MODEL_DRAFTERS:
-        return []
-    model = drafts.draft_model_config
-    return [drafts.method, model.hf_config.to_dict(), weights_of(model), str(model.dtype)]
-
-
-def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
-    """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
-    policy, model = policy_of(config.additional_config), config.model_config
-    parallel = config.parallel_config
-    assert policy is not None
-    layout = [
-        [
-            sorted(group.layer_names),
-            type(group.kv_cache_spec).__name__,
-            {key: str(getattr(group.kv_cache_spec, key, None)) for key in LAYOUT},
-        ]
-        for group in caches.kv_cache_groups
-    ]
-    return {
-        "format": FORMAT,
-        "plugin": version("vllm-cascade"),
-        "vllm": version("vllm"),
-        "model": _digest(
-            [
-                *(model.hf_config.to_dict(), weights_of(model)),
-                *(config.load_config.load_format, model.quantization),
-                *_drafting_of(config),
-            ]
-        ),
-        "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",
-        "policy": _digest(policy_settings(policy)),
-        "parallelism": f"tensor {parallel.tensor_parallel_size}, "
-        f"pipeline {parallel.pipeline_parallel_size}",
-        "layout": _digest(layout),
-        "model_name": str(model.model),  # for people
-    }
-
-
-def page_bytes(config: VllmConfig, caches: KVCacheConfig, spec: KVPolicySpec) -> int:
-    """Bytes of a page in all layers of all ranks.
-
-    Args:
-        caches: of one rank of the first pipeline stage.
-        spec: cache spec of the policy's layers.
-    """
-    ranks = config.parallel_config.tensor_parallel_size
-    if spec.num_layers is None:
-        return ranks * sum(tensor.size for tensor in caches.kv_cache_tensors) // caches.num_blocks
-    kinds = sum(kind.page_bytes for kind in spec.kinds)
-    return ranks * (kinds or spec.num_layers * spec.page_size_bytes)
 
 
 class SchedulerSessions:
@@ -170,14 +66,16 @@ class SchedulerSessions:
         spec: KVPolicySpec,
         chunk_bytes: int,
     ) -> None:
-        self._header = engine_header(config, caches)
+        weight_updates.apply()
+        header = engine_header(config, caches)
         self._schedule_of = schedule_of
         self._chunk_bytes = chunk_bytes
         self._page_bytes = page_bytes(config, caches, spec)
-        self.index = SessionIndex(
-            settings.memory_bytes, settings.disk_bytes, settings.ttl, self._header
-        )
+        self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
         self._policies: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()  # their digests
+        self._adapters = Adapters()
+        self._prompts: WeakKeyDictionary[Request, Prefixes] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()  # their contexts
         self._found: dict[str, Session] = {}  # by request id, while the request waits
         self._reported = SessionCounters()
         self._searched: dict[str, int] = {}  # the index's version when they were looked for
@@ -185,6 +83,9 @@ class SchedulerSessions:
         self.started: dict[str, str] = {}  # sessions that running requests started from
         path = settings.folder(config.parallel_config.data_parallel_index)
         self.folder = None if path is None else Folder(path)
+        self._keeper = ThreadPoolExecutor(1, "kv-sessions-folder")
+        self._foreign: dict[str, Entry] = {}  # other engines' sessions in the folder, by id
+        self._names_version = 0  # of the names that are in the folder, or on their way
         if self.folder is not None:
             self.folder.open()
             self._scan(self.folder)
@@ -219,66 +120,114 @@ class SchedulerSessions:
         return pages + (-(-units // CHUNK_UNITS) + 1) * self._chunk_bytes
 
     def _scan(self, folder: Folder) -> None:
-        """Take the sessions that another run left in the folder."""
+        """Take the sessions that another run left in the folder, within its bound.
+
+        Those of other engines count, too, and leave first. Pinned ones are taken first.
+        """
         entries, bad = folder.entries()
-        for name, problem in bad:
-            logger.warning(
-                "KV sessions: %s is damaged (%s) and is moved to %s; its chat is read again. Check "
-                "the disk, then delete it",
-                *(name, problem, folder.path / DAMAGED),
-            )
-            folder.move_aside(name)
-            self.index.counters.misses["damaged"] += 1
-        foreign: dict[str, int] = {}
-        usable, room = [], self.index.disk_bytes
-        for entry in reversed(entries):
-            differs = first_difference(entry.header, self._header)
-            if differs is not None:
-                foreign[differs] = foreign.get(differs, 0) + 1
-                continue
+        self._put_aside(folder, bad)
+        names = {id_: name for name, id_ in self._names_of(folder).items()}
+        differs = {one.id: first_difference(one.header, self.index.header) for one in entries}
+        room, oldest, taken = self.index.disk_bytes, time.time() - self.index.ttl, set()
+        for entry in sorted(
+            entries, key=lambda one: (differs[one.id] is not None, one.id not in names, -one.used)
+        ):
+            num_bytes = int(entry.header["num_bytes"])
+            if self.index.ttl and entry.used < oldest:
+                self.index.counters.misses["expired"] += 1
+            elif num_bytes <= room:
+                room -= num_bytes
+                taken.add(entry.files)
+        for entry in entries:
             session = Session.of(entry.header, entry.used)
-            room -= session.num_bytes
-            if room < 0:
+            session.unusable = differs[entry.id] is not None
+            name = names.get(entry.id)
+            if entry.files not in taken or not self.index.adopt(session, name):
                 folder.remove(entry.files)
-            else:
-                usable.append(session)
-        for session in reversed(usable):
-            self.index.adopt(session)
+            elif session.unusable:
+                self._foreign[entry.id] = entry
         folder.remove_unused()
+        self._say_foreign(folder, Counter(filter(None, differs.values())))
+
+    def _put_aside(self, folder: Folder, bad: Sequence[Bad]) -> None:
+        """Do with files that no session can be read from what their reasons ask for."""
+        for name, problem, reason in bad:
+            self.index.counters.misses[reason] += 1
+            if reason == "incomplete":  # a crash between two ranks' files: all that is left of one
+                folder.remove([name])
+            elif reason == "damaged":
+                logger.warning(
+                    "KV sessions: %s is damaged (%s) and is moved to %s; its chat is read again. "
+                    "Check the disk, then delete it",
+                    *(name, problem, folder.path / DAMAGED),
+                )
+                folder.move_aside(name)
+            else:
+                logger.warning(
+                    "KV sessions: %s cannot be read (%s) and stays where it is; its chat is read "
+                    "again. Check the disk, then start the server again",
+                    *(name, problem),
+                )
+
+    def _say_foreign(self, folder: Folder, foreign: Mapping[str, int]) -> None:
         for what, number in foreign.items():
             self.index.counters.misses["foreign"] += number
             logger.warning(
                 "KV sessions: %d sessions in %s belong to an engine with another %s and are not "
                 "used; give each engine a --kv-sessions-dir of its own",
-                number,
-                folder.path,
-                what,
+                *(number, folder.path, what),
             )
 
-    def context(self, request: Request) -> str | None:
-        """What a request's state depends on besides tokens; None: it is not kept.
+    @staticmethod
+    def _names_of(folder: Folder) -> dict[str, str]:
+        try:
+            return folder.names()
+        except Unusable as error:
+            logger.warning("KV sessions: %s; no session is pinned", error)
+            return {}
 
-        Images, sound and embeddings are not known by their tokens.
-        """
-        if request.mm_features or request.prompt_embeds is not None or request.resumable:
-            return None
-        if request.sampling_params is None:
+    def weights_changed(self) -> None:
+        """Note that the model's weights are others from now on, which are in no file."""
+        self.index.header["model"] = secrets.token_hex(16)
+        self.index.version += 1
+
+    @staticmethod
+    def _is_text(request: Request) -> bool:
+        """Whether a request is known by its tokens; images, sound and embeddings are not."""
+        other = request.mm_features or request.prompt_embeds is not None or request.resumable
+        return not other and request.sampling_params is not None
+
+    def context(self, request: Request) -> str | None:
+        """What a request's state depends on besides tokens; None: not known, so it is not kept."""
+        if not self._is_text(request):
             return None
         schedule = self._schedule_of(request)
         policy = self._policies.get(schedule)
         if policy is None:
-            policy = self._policies[schedule] = _digest(policy_settings(schedule.policy))
+            policy = self._policies[schedule] = digest(policy_settings(schedule.policy))
         lora: Any = None
         if request.lora_request is not None:
-            path = Path(request.lora_request.lora_path)
-            files = sorted(path.glob("adapter_*")) if path.is_dir() else []
-            stats = [
-                (file.name, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files
-            ]
-            lora = [request.lora_request.lora_name, str(path), stats]
+            lora = self._adapters.of(request.lora_request)
+            if lora is None:
+                return None
+        engine = [self.index.header[key] for key in FOREIGN]
+        return digest([engine, policy, self._salted(request), lora])
+
+    @staticmethod
+    def _salted(request: Request) -> str | None:
         salt = request.cache_salt
-        salted = None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
-        return _digest([policy, salted, lora])
+        return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
+
+    def _name_of(self, request: Request) -> str | None:
+        """What a request pins its session under: the name given, of its salt and adapter only.
+
+        So a client without the salt of a session can neither take its name nor release it.
+        """
+        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+        if (name := arguments.get(NAME)) is None:
+            return None
+        lora = request.lora_request
+        return f"{digest([self._salted(request), lora and lora.lora_name])} {name}"
 
     # --- requests that start ----------------------------------------------------------------------
 
@@ -308,7 +257,13 @@ class SchedulerSessions:
         if context is None:
             return None
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
-        return self.index.find(context, request.prompt_token_ids or (), longest, time.time())
+        return self.index.find(context, self._prompt_of(request), longest, time.time())
+
+    def _prompt_of(self, request: Request) -> Prefixes:
+        """A waiting request's prompt, which is looked for whenever sessions come or go."""
+        if request not in self._prompts:
+            self._prompts[request] = Prefixes(request.prompt_token_ids or ())
+        return self._prompts[request]
 
     def _leave(self, request_id: str) -> None:
         self._searched.pop(request_id, None)
@@ -334,6 +289,7 @@ class SchedulerSessions:
         """
         name = request.request_id
         session, tier = self._found.get(name), self._tiers.pop(name, "memory")
+        self._begun[request] = self.context(request)
         started = session is not None and session.num_tokens == hit
         if session is not None and started:
             self.index.restore(session, name, pages(hit), tier, time.time())
@@ -342,13 +298,14 @@ class SchedulerSessions:
             self.started.pop(name, None)
             if request.num_preemptions == 0:
                 self.index.counters.misses[self._reason(request)] += 1
+        self._prompts.pop(request, None)
         self._leave(name)
         return started
 
     def _reason(self, request: Request) -> str:
         """Why no session serves a request."""
-        context, tokens = self.context(request), request.prompt_token_ids or ()
-        other = context is not None and self.index.diverges(context, tokens)
+        context = self.context(request)
+        other = context is not None and self.index.diverges(context, self._prompt_of(request))
         return "diverged" if other else "no_session"
 
     # --- requests that end ------------------------------------------------------------------------
@@ -360,7 +317,7 @@ class SchedulerSessions:
         self._tiers.pop(name, None)
         continued = self.started.pop(name, None)
         arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
-        pinned = arguments.get(NAME)
+        pinned = self._name_of(request)
         if pinned is not None and arguments.get(RELEASE):
             self.index.release(pinned)
             return
@@ -369,8 +326,9 @@ class SchedulerSessions:
         if request.status not in KEPT or not request.num_prompt_tokens <= num <= request.num_tokens:
             return
         context = self.context(request)
-        if context is None:
-            self.index.counters.misses["not_text"] += 1
+        if context is None or context != self._begun.get(request):
+            reason = "changed" if self._is_text(request) else "not_text"
+            self.index.counters.misses[reason] += 1
             return
         tokens, blocks = request.all_token_ids[:num], pages(num)
         before = None if pinned is None else self.index.named(pinned)
@@ -383,7 +341,39 @@ class SchedulerSessions:
     # --- workers ----------------------------------------------------------------------------------
 
     def take_commands(self) -> tuple[Command, ...]:
-        return tuple(self.index.take_commands())
+        self._keep_names()
+        commands = self.index.take_commands()
+        others = [one for one in commands if one.op == "remove" and one.id in self._foreign]
+        for command in others:
+            self._keeper.submit(self._remove_foreign, command.id)
+        return tuple(command for command in commands if command not in others)
+
+    def _remove_foreign(self, id_: str) -> None:
+        """Remove another engine's session, of whose files workers know nothing."""
+        assert self.folder is not None
+        gone = self._foreign.pop(id_)
+        used = {name for entry in self._foreign.values() for name, _ in entry.pieces}
+        with suppress(OSError):  # the folder may have become read-only
+            self.folder.remove([*gone.files, *({name for name, _ in gone.pieces} - used)])
+
+    def _keep_names(self) -> None:
+        """Let a thread write the names to the folder, if they have changed."""
+        if self.folder is not None and self._names_version != self.index.names_version:
+            self._names_version = self.index.names_version
+            self._keeper.submit(self._write_names, self._names_version, self.index.names())
+
+    def _write_names(self, number: int, names: dict[str, str]) -> None:
+        if self.folder is None or number != self._names_version:
+            return  # later ones follow
+        try:
+            self.folder.write_names(names)
+        except OSError as error:
+            logger.warning(
+                "KV sessions: names could not be written to %s (%s); after a restart other "
+                "sessions may be pinned",
+                self.folder.path,
+                error,
+            )
 
     def note(self, report: Report | None) -> None:
         if report is not None:
@@ -406,5 +396,7 @@ class SchedulerSessions:
         )
 
     def close(self) -> None:
+        self._keep_names()
+        self._keeper.shutdown()
         if self.folder is not None:
             self.folder.close()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-cascade sessions``: lists, verifies and removes the sessions in a folder.
 
-It needs no vLLM and no server. A running server counts a removed session as a miss.
+It needs no vLLM and no server. A running server goes on with a removed session while it has it in
+memory, and counts a miss when it wants to read its file.
 """
 
 import time
@@ -9,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.files import Entry, Folder, Unusable, parts_of, read
+from vllm_cascade.sessions.files import Unusable, parts_of, read
+from vllm_cascade.sessions.folder import Bad, Entry, Folder
+from vllm_cascade.sessions.settings import ENGINE_FOLDER
 
 
 def run(path: Path, action: str, names: list[str]) -> None:
@@ -27,33 +30,59 @@ def run(path: Path, action: str, names: list[str]) -> None:
         raise ValueError(f"{path} is not a folder")
     if (action == "remove") != bool(names):
         raise ValueError("remove takes the names or ids of sessions, list and verify take none")
-    folder = Folder(path)
-    entries, bad = folder.entries()
+    engines = sorted(path.glob(f"{ENGINE_FOLDER}*"), key=lambda one: (len(one.name), one.name))
+    folders = [Folder(one) for one in (path, *engines) if one.is_dir()]
     if action == "remove":
-        for entry in [_chosen(entries, name) for name in names]:
+        _remove(folders, names)
+        return
+    damaged = 0
+    for folder in folders:
+        if len(folders) > 1:
+            print(f"{folder.path}:")
+        entries, bad = folder.entries()
+        if action == "verify":
+            damaged += _verify(folder, entries, bad)
+        else:
+            _list(folder, entries, bad)
+    if damaged:
+        raise ValueError(f"{damaged} of the files in {path} are damaged; remove them")
+
+
+def _remove(folders: list[Folder], names: list[str]) -> None:
+    found = [(folder, folder.entries()[0], _pinned(folder)) for folder in folders]
+    for chosen in [_chosen(found, name) for name in names]:
+        for folder, entry in chosen:
             folder.remove(entry.files)
             print(f"removed {entry.id}")
+    for folder in folders:
         with suppress(KVPolicyError):  # a running server removes evicted units itself
             folder.open()
             folder.remove_unused()
             folder.close()
-    elif action == "verify":
-        _verify(folder, entries, bad)
-    else:
-        _list(folder, entries, bad)
 
 
-def _list(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
+def _pinned(folder: Folder) -> dict[str, str]:
+    """What clients called the pinned sessions, by id; several may have chosen the same name."""
+    try:
+        return {id_: key.partition(" ")[2] for key, id_ in folder.names().items()}
+    except Unusable as error:
+        print(f"unusable: {error}")
+        return {}
+
+
+def _list(folder: Folder, entries: list[Entry], bad: list[Bad]) -> None:
+    pinned = _pinned(folder)
     print(f"{'id':32}  {'tokens':>9}  {'MiB':>9}  {'unused for':>10}  model, name")
     for entry in entries:
         header, age = entry.header, _age(time.time() - entry.used)
         tokens, mib = int(header["num_tokens"]), entry.num_bytes / 2**20
-        label = ", ".join(filter(None, [header.get("model_name"), header["name"]]))
+        label = ", ".join(filter(None, [header.get("model_name"), pinned.get(entry.id)]))
+        label = repr(label)[1:-1]  # clients choose names, which must not control the terminal
         print(f"{entry.id}  {tokens:9,}  {mib:9,.1f}  {age:>10}  {label}")
     names = {name for entry in entries for name in _names(entry)}
     total = sum(map(folder.size, names)) / 2**20
     print(f"{len(entries)} sessions, {total:,.1f} MiB; {len(bad)} unusable files")
-    for name, problem in bad:
+    for name, problem, _ in bad:
         print(f"unusable: {name}: {problem}")
 
 
@@ -69,8 +98,9 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
-    problems = list(bad)
+def _verify(folder: Folder, entries: list[Entry], bad: list[Bad]) -> int:
+    """Check all files; returns how many are damaged."""
+    problems = [(name, problem) for name, problem, _ in bad]
     checksums = {name: {"checksum": own} for entry in entries for name, own in entry.pieces}
     for name in sorted({name for entry in entries for name in _names(entry)}):
         try:
@@ -80,14 +110,20 @@ def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) ->
             problems.append((name, str(error)))
     for name, problem in problems:
         print(f"damaged: {name}: {problem}")
-    if problems:
-        raise ValueError(f"{len(problems)} of the files in {folder.path} are damaged; remove them")
-    print(f"{len(entries)} sessions, all files are whole")
+    if not problems:
+        print(f"{len(entries)} sessions, all files are whole")
+    return len(problems)
 
 
-def _chosen(entries: list[Entry], name: str) -> Entry:
-    named = [entry for entry in entries if entry.header["name"] == name]
-    found = named[-1:] or [entry for entry in entries if entry.id.startswith(name)]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} sessions are called {name!r}; `list` shows names and ids")
-    return found[0]
+def _chosen(
+    found: list[tuple[Folder, list[Entry], dict[str, str]]], name: str
+) -> list[tuple[Folder, Entry]]:
+    """The one session with a name or an id; it may have files of several engines."""
+    entries = [(folder, entry) for folder, entries, _ in found for entry in entries]
+    pinned = {id_ for _, _, names in found for id_, own in names.items() if own == name}
+    chosen = [one for one in entries if one[1].id in pinned]
+    chosen = chosen or [one for one in entries if one[1].id.startswith(name)]
+    number = len({entry.id for _, entry in chosen})
+    if number != 1:
+        raise ValueError(f"{number} sessions are called {name!r}; `list` shows names and ids")
+    return chosen

@@ -5,36 +5,30 @@ A file is written under a temporary name, synced and renamed, so that a crash le
 whole file or none. Its header holds a checksum of everything else in the file, and what the state
 depends on: model, policy, layout, versions. A file is used only if all of that is as here.
 Evicted units are in files of their own, which sessions share (``pieces.py``). A session's header
-names these and their checksums. Nothing is unpickled. The folder and its files are readable by
-their owner only.
+names these and their checksums. Nothing is unpickled. The folder (``folder.py``) and its files are
+readable by their owner only.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.index import Session
+from vllm_cascade.sessions.session import Session
 
-FORMAT = "4"
+FORMAT = "5"
 """Another one for every change of how files or chunks of evicted units (``recall/log.py``) look."""
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
-DAMAGED = "damaged"
-"""Folder inside the sessions' folder to which damaged files are moved."""
-LOCK = "lock"
 FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "parallelism", "layout")
 """Header entries that must be equal here and in a file, in the order in which they are compared."""
 DTYPES = {
@@ -56,33 +50,12 @@ class Unusable(Exception):
     """A file that no session can be read from.
 
     Attributes:
-        reason: ``damaged``, ``missing``, ``foreign`` or ``io``, under which it is counted.
+        reason: ``damaged``, ``incomplete``, ``missing``, ``foreign`` or ``io``, as it is counted.
     """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A session in a folder.
-
-    Attributes:
-        id: the session's.
-        header: of the first rank's file.
-        num_bytes: of all files, with those that it shares.
-        used: seconds since the epoch at which it was last written or read.
-        files: names of its files, one a rank.
-        pieces: names and checksums of the files that it may share with others.
-    """
-
-    id: str
-    header: dict[str, str]
-    num_bytes: int
-    used: float
-    files: tuple[str, ...]
-    pieces: tuple[tuple[str, str], ...] = ()
 
 
 def file_name(session: str, rank: int, world: int) -> str:
@@ -172,23 +145,30 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
         }
     text = json.dumps(description).encode()
     text += b" " * (-(8 + len(text)) % mmap.PAGESIZE)  # tensors begin with a page
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in sorted(tensors.items()):
+            file.write(_raw(tensor))
+    return metadata["checksum"]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BufferedWriter]:
+    """Open a file that is under its name, synced, only if what is done inside succeeds."""
+    left = temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for _, tensor in sorted(tensors.items()):
-                file.write(_raw(tensor))
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        left = temporary.rename(path)
         _sync_folder(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            left.unlink(missing_ok=True)
         raise
-    return metadata["checksum"]
 
 
 def _sync_folder(folder: Path) -> None:
@@ -219,9 +199,19 @@ def _description(file: BufferedReader) -> dict[str, Any]:
 
 
 def _mapping(file: BufferedReader) -> torch.Tensor:
-    """What follows in a file, uint8, in memory that the file fills on first use."""
-    content = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-    return torch.frombuffer(content, dtype=torch.uint8, offset=file.tell())
+    """What follows in a file, uint8, in private memory that the file fills on first use.
+
+    Unlike ``mmap``, PyTorch keeps no file descriptor, of which a process often has 1,024.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        content = torch.from_file(file.name, False, size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"{file.name} cannot be mapped: {error}") from error
+    return content[file.tell() :]
 
 
 def _tensor(
@@ -246,7 +236,7 @@ def read_header(path: Path) -> dict[str, str]:
     Raises:
         Unusable: no such file, or not one of ours.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         return dict(_description(file)["__metadata__"])
 
 
@@ -268,7 +258,7 @@ def read(
     Raises:
         Unusable: there is no such file, its checksum is wrong, or an expected entry differs.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         description = _description(file)
         header = dict(description.pop("__metadata__"))
         order = sorted(description.items(), key=lambda item: item[1]["data_offsets"])
@@ -284,7 +274,7 @@ def read(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a file for reading; what goes wrong inside becomes ``Unusable``."""
     try:
         with path.open("rb") as file:
@@ -293,131 +283,8 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         raise Unusable("missing", str(error)) from error
     except OSError as error:
         raise Unusable("io", str(error)) from error
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise Unusable("damaged", f"{path.name}: {error}") from error
-
-
-# --- a folder -----------------------------------------------------------------------------------
-
-
-class Folder:
-    """The sessions' folder of one server.
-
-    Attributes:
-        path: the folder.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock: int | None = None
-
-    def open(self) -> None:
-        """Create the folder and take it for this server, until ``close`` or the process' end.
-
-        Raises:
-            KVPolicyError: it cannot be written, belongs to another user, or another server has it.
-        """
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self.path.stat()
-            if found.st_uid != os.getuid():
-                raise PermissionError("it belongs to another user")
-            if found.st_mode & 0o077:
-                raise PermissionError("others have access; chmod 700 it")
-            (self.path / DAMAGED).mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise KVPolicyError(
-                f"--kv-sessions-dir {self.path}: cannot be used ({error}); choose a folder that "
-                "this user can write to, or remove the flag"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise KVPolicyError(
-                f"--kv-sessions-dir {self.path}: another server uses this folder; give each server "
-                "a folder of its own"
-            ) from error
-        self._lock = descriptor
-        for suffix in (SUFFIX, PIECE_SUFFIX):  # of a process that ended while writing
-            for leftover in self.path.glob(f".*{suffix}"):
-                leftover.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def entries(self) -> tuple[list[Entry], list[tuple[str, str]]]:
-        """All sessions, least recently used first, and ``(file name, problem)`` of bad files.
-
-        Reads headers only. A session with a missing rank or without its evicted units is bad.
-        """
-        sizes: dict[str, int] = {}
-        for file in self.path.glob(f"[!.]*{PIECE_SUFFIX}"):
-            with contextlib.suppress(OSError):  # a server may be removing it
-                sizes[file.name] = file.stat().st_size
-        found: dict[tuple[str, int], dict[int, str]] = {}
-        bad: list[tuple[str, str]] = []
-        for file in sorted(self.path.glob(f"[!.]*{SUFFIX}")):
-            try:
-                session, rank, world = parts_of(file.name)
-            except ValueError:
-                bad.append((file.name, "not the name of a session's file"))
-                continue
-            found.setdefault((session, world), {})[rank] = file.name
-        entries = []
-        for (session, world), files in found.items():
-            names = tuple(files[rank] for rank in sorted(files))
-            missing = sorted(set(range(world)) - set(files))
-            try:
-                if missing:
-                    raise Unusable("damaged", f"the file of rank {missing[0]} is missing")
-                headers = [read_header(self.path / name) for name in names]
-                pieces = tuple(piece for header in headers for piece in pieces_of(header))
-                lost = [name for name, _ in pieces if name not in sizes]
-                if lost:
-                    raise Unusable("damaged", f"its evicted units {lost[0]} are missing")
-                stats = [(self.path / name).stat() for name in names]
-            except (Unusable, OSError) as error:
-                bad += [(name, str(error)) for name in names]
-                continue
-            size, used = sum(s.st_size for s in stats), min(s.st_mtime for s in stats)
-            size += sum(sizes[name] for name, _ in pieces)
-            if any(session_of(header) != session for header in headers):
-                bad += [(name, "the header is another session's") for name in names]
-                continue
-            if len({header.get("stamp") for header in headers}) > 1:
-                bad += [(name, "the ranks' files are not of one write") for name in names]
-                continue
-            entries.append(Entry(session, headers[0], size, used, names, pieces))
-        return sorted(entries, key=lambda entry: entry.used), bad
-
-    def move_aside(self, name: str) -> None:
-        """Move a damaged file to where no session is looked for, if the folder can be written."""
-        with contextlib.suppress(OSError):
-            (self.path / name).replace(self.path / DAMAGED / name)
-
-    def size(self, name: str) -> int:
-        """Bytes of a file; 0 if it is gone."""
-        try:
-            return (self.path / name).stat().st_size
-        except OSError:
-            return 0
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            (self.path / name).unlink(missing_ok=True)
-
-    def remove_unused(self) -> None:
-        """Remove evicted units that no session's file lists. No server may be writing."""
-        used = set()
-        for file in self.path.glob(f"[!.]*{SUFFIX}"):
-            with contextlib.suppress(Unusable):
-                used |= {name for name, _ in pieces_of(read_header(file))}
-        files = self.path.glob(f"[!.]*{PIECE_SUFFIX}")
-        self.remove([file.name for file in files if file.name not in used])
 
 
 def first_difference(header: Mapping[str, str], here: Mapping[str, str]) -> str | None:

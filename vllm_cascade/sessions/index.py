@@ -9,166 +9,27 @@ The index holds no states. It issues commands, which workers execute (``tiers.py
 from their reports which files were written and read.
 """
 
-import hashlib
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-DIGEST_BYTES = 16
+from vllm_cascade.sessions.session import (
+    DIGEST_BYTES,
+    Command,
+    Prefixes,
+    Report,
+    Session,
+    SessionCounters,
+    token_digests,
+)
+
+TOUCH_SECONDS = 60
+"""Least time between two touches of a file."""
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
-
-
-def token_digests(tokens: np.ndarray, lengths: Iterable[int]) -> dict[int, str]:
-    """Digests of the prefixes of a token sequence.
-
-    Args:
-        tokens: int32 ``[T]``.
-        lengths: ascending, each at most ``T``.
-    """
-    running = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    found, begin = {}, 0
-    for length in lengths:
-        running.update(tokens[begin:length].tobytes())
-        found[length], begin = running.copy().hexdigest(), length
-    return found
-
-
-def session_id(context: str, tokens: str, num_tokens: int) -> str:
-    """Identifier of a session, also the name of its file."""
-    text = f"{context} {tokens} {num_tokens}"
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-@dataclass(eq=False)
-class Session:
-    """One session.
-
-    Attributes:
-        context: digest of everything besides tokens that the state depends on: the request's
-            policy, its cache salt and its LoRA adapter.
-        tokens: digest of the tokens.
-        num_bytes: bytes that its state takes, in memory and on disk.
-        prompt: length and digest of the prompt that its last tokens answer; empty: not known.
-        name: what a request pinned it under; None: not pinned.
-        used: seconds since the epoch at which it was last kept or used.
-        stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
-            states that differ, and parts of two such states must not meet.
-        in_memory: all workers hold its state.
-        on_disk: all workers have written its file.
-        writing, reading: workers are writing or reading its file.
-        waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
-        continued: a later session began with it; it leaves a tier before those that end a chat.
-    """
-
-    context: str
-    tokens: str
-    num_tokens: int
-    num_bytes: int
-    prompt: str = ""
-    name: str | None = None
-    used: float = 0.0
-    stamp: str = ""
-    in_memory: bool = False
-    on_disk: bool = False
-    writing: bool = False
-    reading: bool = False
-    waiting: set[str] = field(default_factory=set)
-    continued: bool = False
-    id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.id = session_id(self.context, self.tokens, self.num_tokens)
-
-    @property
-    def header(self) -> dict[str, str]:
-        """What a file says of the session."""
-        return {
-            "context": self.context,
-            "tokens": self.tokens,
-            "num_tokens": str(self.num_tokens),
-            "num_bytes": str(self.num_bytes),
-            "prompt": self.prompt,
-            "name": self.name or "",
-            "stamp": self.stamp,
-        }
-
-    @classmethod
-    def of(cls, header: Mapping[str, Any], used: float) -> Self:
-        """The session that a file's header describes.
-
-        Raises:
-            KeyError, ValueError: the header is not a session's.
-        """
-        numbers = int(header["num_tokens"]), int(header["num_bytes"])
-        name = header["name"] or None
-        known = header["context"], header["tokens"], *numbers
-        session = cls(*known, name=name, used=used, stamp=header["stamp"])
-        session.prompt = header.get("prompt", "")
-        return session
-
-
-@dataclass(frozen=True)
-class Command:
-    """One thing that workers do before a step. They execute commands in order.
-
-    Attributes:
-        op: ``save`` copies pages to memory, ``restore`` copies memory to pages, ``write`` writes
-            memory to a file, ``read`` reads a file into memory, ``drop`` frees memory, ``remove``
-            deletes a file. Threads of a worker execute ``write``, ``remove`` and ``read``.
-        id: the session's.
-        pages: for ``save`` and ``restore``: block ids of the state's pages, in order.
-        header: for ``write``: what the file says of engine and session; for ``read``: what it must
-            say.
-    """
-
-    op: Literal["save", "restore", "write", "read", "drop", "remove"]
-    id: str
-    pages: tuple[int, ...] = ()
-    header: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Report:
-    """What workers' threads finished since the last report.
-
-    Attributes:
-        written: sessions whose files are complete.
-        unwritten: sessions whose files could not be written.
-        read: sessions that are in memory again, with the seconds that it took.
-        unreadable: sessions whose files could not be read, each with the reason.
-    """
-
-    written: list[str] = field(default_factory=list)
-    unwritten: list[str] = field(default_factory=list)
-    read: dict[str, float] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.written or self.unwritten or self.read or self.unreadable)
-
-
-@dataclass
-class SessionCounters:
-    """Session statistics since the engine started.
-
-    Attributes:
-        hits: requests that started from a session, by the tier that held it.
-        hit_tokens: tokens that these requests did not compute.
-        misses: requests or sessions that found nothing or were lost, by reason.
-        kept: sessions kept.
-        load_seconds: durations of reads from disk; the reader empties the list.
-    """
-
-    hits: Counter[str] = field(default_factory=Counter)
-    hit_tokens: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    kept: int = 0
-    load_seconds: list[float] = field(default_factory=list)
 
 
 def _uncount(counters: dict[str, Counter[Any]], context: str, key: Any) -> None:
@@ -187,7 +48,7 @@ class SessionIndex:
         memory_bytes: bound of host memory over all workers.
         disk_bytes: bound of the folder; 0: no folder.
         ttl: seconds without use after which a session is dropped; 0: never.
-        header: what every file says of this engine, and must say to be read.
+        header: what every file says of this engine.
     """
 
     def __init__(
@@ -197,13 +58,14 @@ class SessionIndex:
         ttl: float = 0.0,
         header: Mapping[str, str] | None = None,
     ) -> None:
-        self._header = dict(header or {})
+        self.header = dict(header or {})
         self.memory_bytes, self.disk_bytes, self.ttl = memory_bytes, disk_bytes, ttl
         self.counters = SessionCounters()
         self.version = 0  # changes whenever a search may give another result
         self.used = {"memory": 0, "disk": 0}  # bytes
         self.held = {"memory": 0, "disk": 0}  # sessions; one can be in both
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self.names_version = 0  # changes whenever ``names`` does
         self._by_name: dict[str, Session] = {}
         self._lengths: dict[str, Counter[int]] = {}  # by context
         self._prompts: dict[str, Counter[str]] = {}  # by context
@@ -216,29 +78,35 @@ class SessionIndex:
         """The session that is pinned under a name."""
         return self._by_name.get(name)
 
+    def names(self) -> dict[str, str]:
+        """Ids of the pinned sessions by name."""
+        return {name: session.id for name, session in self._by_name.items()}
+
     # --- search ---------------------------------------------------------------------------------
 
     def find(
-        self, context: str, tokens: Sequence[int], max_tokens: int, now: float
+        self, context: str, tokens: Sequence[int] | Prefixes, max_tokens: int, now: float
     ) -> Session | None:
         """Find the session with the longest prefix of ``tokens``, of at most ``max_tokens``."""
         self.expire(now)
         lengths = sorted(n for n in self._lengths.get(context, ()) if n <= max_tokens)
         if not lengths:
             return None
-        digests = token_digests(np.asarray(tokens[: lengths[-1]], dtype=np.int32), lengths)
-        ids = (session_id(context, digests[length], length) for length in reversed(lengths))
-        return next((self._sessions[id_] for id_ in ids if id_ in self._sessions), None)
+        prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
+        prefixes.digests(lengths)
+        known = (self._sessions.get(prefixes.session_at(context, n)) for n in reversed(lengths))
+        return next((one for one in known if one is not None and not one.unusable), None)
 
-    def diverges(self, context: str, tokens: Sequence[int]) -> bool:
+    def diverges(self, context: str, tokens: Sequence[int] | Prefixes) -> bool:
         """Whether a prompt that no session serves goes on after the prompt of one, differently."""
         prompts = self._prompts.get(context, {})
         lengths = {int(prompt.split()[0]) for prompt in prompts}
         fits = sorted(length for length in lengths if length < len(tokens))
         if not fits:
             return False
-        digests = token_digests(np.asarray(tokens[: fits[-1]], dtype=np.int32), fits)
-        return any(f"{length} {digest}" in prompts for length, digest in digests.items())
+        prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
+        digests = prefixes.digests(fits)
+        return any(f"{length} {digests[length]}" in prompts for length in fits)
 
     def begins(self, session: Session, context: str, tokens: Sequence[int]) -> bool:
         """Whether a prompt begins with a session's tokens, under the same context."""
@@ -258,7 +126,7 @@ class SessionIndex:
             return True
         if not session.reading and self._make_room(session.num_bytes, also_pinned=True):
             self._set_memory(session, reading=True)
-            self._command("read", session, header={**self._header, "stamp": session.stamp})
+            self._command("read", session, header={**self.header, "stamp": session.stamp})
         return False
 
     def restore(
@@ -272,10 +140,17 @@ class SessionIndex:
         """
         self._command("restore", session, pages=tuple(pages))
         session.waiting.discard(request_id)
-        session.used, session.continued = now, False
-        self._sessions.move_to_end(session.id)
+        session.continued = False
+        self._use(session, now)
         self.counters.hits[tier] += 1
         self.counters.hit_tokens += session.num_tokens
+
+    def _use(self, session: Session, now: float) -> None:
+        session.used = now
+        self._sessions.move_to_end(session.id)
+        if session.on_disk and now - session.touched >= TOUCH_SECONDS:
+            session.touched = now
+            self._command("touch", session)
 
     # --- keeping --------------------------------------------------------------------------------
 
@@ -304,36 +179,37 @@ class SessionIndex:
         num = len(tokens)
         digests = token_digests(np.asarray(tokens, dtype=np.int32), sorted({num_prompt, num}))
         prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
-        session = Session(context, digests[num], num, num_bytes, prompt, used=now)
+        session = Session(context, digests[num], num, num_bytes, prompt, used=now, touched=now)
         session.stamp = secrets.token_hex(DIGEST_BYTES)
         known = self._sessions.get(session.id)
-        if known is not None:
-            known.used = now
-            self._sessions.move_to_end(known.id)
+        if known is not None and known.unusable:
+            self.forget(known)
+        elif known is not None:
+            self._use(known, now)
             self._pin(known, name)
             return False
         if not self._make_room(num_bytes):
             self.counters.misses["memory_full"] += 1
             return False
         if before in self._sessions:
-            self._sessions[before].continued = True
+            self._sessions[before].continued, session.before = True, before
         self._add(session)
         self._pin(session, name)
         self._set_memory(session, in_memory=True)
         self._command("save", session, pages=tuple(pages))
         self.counters.kept += 1
-        if self.disk_bytes and self._make_disk_room(num_bytes):
+        if self.disk_bytes and self._make_disk_room(session):
             self._set_disk(session, writing=True)
-            self._command("write", session, header={**self._header, **session.header})
+            self._command("write", session, header={**self.header, **session.header})
         return True
 
-    def adopt(self, session: Session) -> bool:
+    def adopt(self, session: Session, name: str | None = None) -> bool:
         """Take a session found in the folder at start; False if it does not fit the bounds."""
         full = self.used["disk"] + session.num_bytes > self.disk_bytes
-        if full or session.num_bytes > self.memory_bytes or session.id in self._sessions:
+        if full or session.id in self._sessions:
             return False
+        session.unusable |= session.num_bytes > self.memory_bytes
         self._add(session)
-        name, session.name = session.name, None
         self._pin(session, name)
         self._set_disk(session, on_disk=True)
         return True
@@ -372,6 +248,11 @@ class SessionIndex:
 
     # --- workers --------------------------------------------------------------------------------
 
+    @property
+    def pending(self) -> bool:
+        """Whether there are commands for workers."""
+        return bool(self._commands)
+
     def take_commands(self) -> list[Command]:
         """Commands for workers since the last call, in order."""
         commands, self._commands = self._commands, []
@@ -383,26 +264,34 @@ class SessionIndex:
     def note(self, report: Report) -> None:
         """Learn what workers finished. Sessions that were dropped meanwhile are ignored."""
         for id_ in report.written:
-            if (session := self._sessions.get(id_)) and session.writing:
+            if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
         for id_ in report.unwritten:
             self.counters.misses["unwritten"] += 1
-            if (session := self._sessions.get(id_)) and session.writing:
+            if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
         for id_, seconds in report.read.items():
             self.counters.load_seconds.append(seconds)
-            if (session := self._sessions.get(id_)) and session.reading:
+            if (session := self._reported(report, id_)) and session.reading:
                 self._set_memory(session, in_memory=True)
         for id_, reason in report.unreadable.items():
             self.counters.misses[reason] += 1
-            if (session := self._sessions.get(id_)) and session.reading:
+            if (session := self._reported(report, id_)) and session.reading:
                 self._command("drop", session)  # ranks that have read it
-                if reason in USELESS:
-                    self._command("remove", session)
                 self._set_memory(session)
-                self._set_disk(session)
-                self._delete(session)
+                if reason in USELESS:
+                    self.forget(session)
+                else:  # its file stays, and could be read after a restart
+                    session.unusable = True
+                    self.version += 1
+
+    def _reported(self, report: Report, id_: str) -> Session | None:
+        """The session that an outcome is about; None: it is gone, or equal tokens replaced it."""
+        session = self._sessions.get(id_)
+        if session is None or report.stamps.get(id_, session.stamp) != session.stamp:
+            return None
+        return session
 
     # --- bounds ---------------------------------------------------------------------------------
 
@@ -420,17 +309,19 @@ class SessionIndex:
             _uncount(self._prompts, session.context, session.prompt)
         if session.name is not None and self._by_name.get(session.name) is session:
             del self._by_name[session.name]
+            self.names_version += 1
         self.version += 1
 
     def _pin(self, session: Session, name: str | None) -> None:
         """Pin a session under a name; the session that had the name before loses it."""
-        if name is None:
+        if name is None or self._by_name.get(name) is session:
             return
         if session.name is not None:
             self._by_name.pop(session.name, None)
         if (before := self._by_name.get(name)) is not None:
             before.name = None
         session.name, self._by_name[name] = name, session
+        self.names_version += 1
 
     def _set_memory(self, session: Session, in_memory: bool = False, reading: bool = False) -> None:
         before, after = session.in_memory or session.reading, in_memory or reading
@@ -445,8 +336,14 @@ class SessionIndex:
         session.on_disk, session.writing = on_disk, writing
 
     def _leaving(self) -> list[Session]:
-        """Sessions in the order in which they leave a tier: continued ones, then the oldest."""
-        return sorted(self._sessions.values(), key=lambda session: not session.continued)
+        """Sessions in the order in which they leave a tier.
+
+        First those that no request can start from, then those that another session continues, then
+        the oldest.
+        """
+        return sorted(
+            self._sessions.values(), key=lambda one: (not one.unusable, not one.continued)
+        )
 
     def _make_room(self, num_bytes: int, also_pinned: bool = False) -> bool:
         """Free host memory in the order of ``_leaving``; False if not enough can be freed.
@@ -475,15 +372,21 @@ class SessionIndex:
                 self.forget(session)
         return True
 
-    def _make_disk_room(self, num_bytes: int) -> bool:
-        """Free space in the folder in the order of ``_leaving``; pinned sessions stay."""
-        free = self.disk_bytes - self.used["disk"]
+    def _make_disk_room(self, written: Session) -> bool:
+        """Free space in the folder in the order of ``_leaving``; pinned sessions stay.
+
+        So does what a session continues until that session's own file is complete: a crash must
+        not find a chat without any file.
+        """
+        num_bytes, free = written.num_bytes, self.disk_bytes - self.used["disk"]
+        needed = {one.before for one in self._sessions.values() if one.writing or one is written}
         chosen = []
         for session in self._leaving() if free < num_bytes else ():
             if free >= num_bytes:
                 break
             idle = session.on_disk and not session.waiting and not session.reading
-            if idle and session.name is None:
+            pinned = session.name is not None and not session.unusable
+            if idle and not pinned and session.id not in needed:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:

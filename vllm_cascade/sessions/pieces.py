@@ -24,6 +24,7 @@ import torch
 
 from vllm_cascade.recall.stores import Piece
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.folder import Folder
 
 Listed = tuple[str, str]
 """Name and checksum of a file."""
@@ -45,6 +46,7 @@ class Pieces:
         self._files: WeakKeyDictionary[Piece, Listed] = WeakKeyDictionary()
         self._pieces: WeakValueDictionary[str, Piece] = WeakValueDictionary()  # by file name
         self._users: dict[str, set[str]] | None = None  # sessions by file name
+        self._complete = True  # no session's file was unreadable when these were learnt
         self._loading = threading.Lock()
         self._pool = ThreadPoolExecutor(os.cpu_count(), "kv-sessions-units")
 
@@ -100,7 +102,7 @@ class Pieces:
             _, tensors = files.read(self._folder / name, expected, mapped)
         except files.Unusable as error:
             if error.reason == "damaged":
-                files.Folder(self._folder).move_aside(name)
+                Folder(self._folder).move_aside(name)
             raise
         piece = of(tensors["units"].numpy())
         self._note(piece, listed)
@@ -116,8 +118,9 @@ class Pieces:
             users.discard(session)
             if not users:
                 del self._used()[name]
-                with suppress(OSError):
-                    (self._folder / name).unlink(missing_ok=True)
+                if self._complete:  # else the next start removes it, if it is really unused
+                    with suppress(OSError):
+                        (self._folder / name).unlink(missing_ok=True)
 
     def _used(self) -> dict[str, set[str]]:
         """The sessions that list each file, at first as an earlier server has left them.
@@ -128,10 +131,16 @@ class Pieces:
             if self._users is None:
                 self._users = {}
                 for path in self._folder.glob(f"[!.]*.{self._rank}{files.SUFFIX}"):
-                    with suppress(files.Unusable, ValueError):
+                    try:
                         session, _, _ = files.parts_of(path.name)
-                        for name, _ in files.pieces_of(files.read_header(path)):
-                            self._users.setdefault(name, set()).add(session)
+                        listed = files.pieces_of(files.read_header(path))
+                    except ValueError:
+                        continue
+                    except files.Unusable as error:
+                        self._complete &= error.reason != "io"
+                        continue
+                    for name, _ in listed:
+                        self._users.setdefault(name, set()).add(session)
         return self._users
 
     def close(self) -> None:

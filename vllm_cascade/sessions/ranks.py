@@ -19,7 +19,7 @@ class Outcome:
 
     Attributes:
         number: the command's, counted from 0 over all that write or read.
-        id: the session's.
+        id, stamp: the session's.
         seconds: duration; of several ranks the longest.
         problem: reason under which a failure is counted; empty: it worked.
     """
@@ -29,6 +29,7 @@ class Outcome:
     id: str
     seconds: float = 0.0
     problem: str = ""
+    stamp: str = ""
 
 
 class Ranks:

@@ -6,6 +6,7 @@ Copies between pages and memory begin before a step, when nothing has read or wr
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +22,10 @@ from vllm_cascade.log import logger
 from vllm_cascade.recall.stores import Piece, Units, UnitStores
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies, Tensors
-from vllm_cascade.sessions.index import Command, Report
+from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.pieces import Listed, Pieces
 from vllm_cascade.sessions.ranks import Outcome, Ranks
+from vllm_cascade.sessions.session import Command, Report
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
@@ -91,7 +93,7 @@ class WorkerSessions:
     ) -> None:
         self._copies, self._stores = copies, stores
         self.states: dict[str, State] = {}
-        self._folder = None if folder is None else files.Folder(folder)
+        self._folder = None if folder is None else Folder(folder)
         self._ranks = ranks or Ranks()
         self._pieces = None if folder is None else Pieces(folder, self._ranks.name)
         self._num_files = 0  # writes and reads begun
@@ -132,6 +134,8 @@ class WorkerSessions:
                 self._begin(self._writer, command, partial(self._write, state=state))
             elif command.op == "remove":
                 self._writer.submit(self._remove, command.id)
+            elif command.op == "touch":
+                self._writer.submit(self._touch, command.id)
             elif command.op == "read":
                 with self._lock:
                     self._reading[command.id] = self._num_files
@@ -156,6 +160,7 @@ class WorkerSessions:
             return report
         for outcome in self._ranks.collect():
             self._num_reported += 1
+            report.stamps[outcome.id] = outcome.stamp
             if outcome.op == "write":
                 (report.unwritten if outcome.problem else report.written).append(outcome.id)
             elif outcome.problem:
@@ -192,7 +197,8 @@ class WorkerSessions:
             problem = "io"
         if not self._closed:
             seconds = time.monotonic() - begin
-            self._ranks.post(Outcome(number, command.op, command.id, seconds, problem))
+            stamp = command.header.get("stamp", "")
+            self._ranks.post(Outcome(number, command.op, command.id, seconds, problem, stamp))
 
     def _path(self, id_: str) -> Path:
         assert self._folder is not None
@@ -205,9 +211,10 @@ class WorkerSessions:
             logger.warning("KV sessions: %s (further ones are only counted)", message)
 
     def _write(self, command: Command, number: int, state: State) -> str:
-        assert self._pieces is not None
+        assert self._pieces is not None and self._folder is not None
         path, header = self._path(command.id), {**command.header, "rank": self._ranks.name}
         try:
+            self._folder.check()
             pieces = () if state.units is None else state.units.pieces
             if listed := self._pieces.write(command.id, pieces):
                 header["pieces"] = json.dumps(listed)
@@ -230,12 +237,18 @@ class WorkerSessions:
             self._warn("remove", f"a session could not be removed ({error})")
         self._pieces.release(id_)
 
+    def _touch(self, id_: str) -> None:
+        with suppress(OSError):  # the folder may have become read-only, or the file is gone
+            os.utime(self._path(id_))
+
     def _read(self, command: Command, number: int) -> str:
         assert self._folder is not None and self._pieces is not None
         path = self._path(command.id)
         self._pieces.load()
+        known = (*files.FOREIGN, "stamp")  # the rest is for people
+        expected = {key: value for key, value in command.header.items() if key in known}
         try:
-            header, tensors = files.read(path, {**command.header, "rank": self._ranks.name})
+            header, tensors = files.read(path, {**expected, "rank": self._ranks.name})
             state = self._checked(command.id, header, tensors, files.pieces_of(header))
         except files.Unusable as error:
             fix = "`vllm-cascade sessions DIR verify` lists all damaged files"
@@ -243,8 +256,6 @@ class WorkerSessions:
             if error.reason == "damaged":
                 self._folder.move_aside(path.name)
             return error.reason
-        with suppress(OSError):  # the folder may have become read-only
-            path.touch()
         with self._lock:
             if self._reading.get(command.id) == number:  # else it was dropped meanwhile
                 self._arrived[command.id] = state

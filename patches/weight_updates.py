@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of ``EngineCore.collective_rpc`` (checked against vLLM 0.32.0 and 0.33.0).
+
+What: a scheduler that keeps sessions hears that workers were told to change the model's weights.
+Why: states of other weights must not be used or written as those of the weights in the model's
+files, and vLLM sends such calls to workers only. A worker could tell with its next step's output,
+but by then that step may have started a request from a session.
+Removed when: schedulers hear of weight updates.
+"""
+
+import functools
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+CALLS = ("reload_weights", "finish_weight_update")
+"""Methods of vLLM's workers after which weights are others."""
+_original = EngineCore.collective_rpc
+
+
+@functools.wraps(_original)
+def collective_rpc(self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    try:
+        return _original(self, method, *args, **kwargs)
+    finally:
+        sessions = getattr(self.scheduler, "sessions", None)
+        if isinstance(method, str) and method in CALLS and sessions is not None:
+            sessions.weights_changed()
+
+
+def apply() -> None:
+    """Replace the method; later calls change nothing."""
+    EngineCore.collective_rpc = collective_rpc

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler's sessions without an engine: names, adapters, changed weights, an idle server."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from tests.engine.test_scheduler import finish_step, make_scheduler
+from vllm_cascade.engine.admission import check_session
+from vllm_cascade.engine.scheduler import KVPolicyScheduler
+from vllm_cascade.sessions import session
+
+PROMPT = list(range(1, 21))
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Any]:
+    made = make_scheduler(KVPolicyScheduler, num_pages=40, kv_sessions=True)
+    yield made
+    made.shutdown()
+
+
+def in_folder(folder: Path) -> Any:
+    settings = {"kv_sessions": True, "kv_sessions_dir": str(folder)}
+    return make_scheduler(KVPolicyScheduler, num_pages=40, **settings)
+
+
+NUMBERS = itertools.count()
+
+
+def add(scheduler: Any, prompt: list[int], lora: Any = None, salt: Any = None, **args: Any) -> Any:
+    """Add a request of three tokens."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=args)
+    params.update_from_generation_config({}, 0)
+    name = f"r{next(NUMBERS)}"
+    one = Request(name, prompt, params, None, lora_request=lora, cache_salt=salt)
+    scheduler.add_request(one)
+    return one
+
+
+def finish(scheduler: Any, one: Any) -> None:
+    while not one.is_finished():
+        finish_step(scheduler, scheduler.schedule())
+
+
+def ask(scheduler: Any, prompt: list[int], *args: Any, **more: Any) -> list[int]:
+    """Run a request until it has ended; returns its tokens."""
+    one = add(scheduler, prompt, *args, **more)
+    finish(scheduler, one)
+    return [*prompt, *one.output_token_ids]
+
+
+def index_of(scheduler: Any) -> Any:
+    return scheduler.sessions.index
+
+
+def names_in(folder: Path) -> dict[str, str]:
+    return json.loads((folder / "names.json").read_text())
+
+
+def test_a_name_is_its_clients_own(scheduler: Any) -> None:
+    """Another cache salt neither takes nor releases it."""
+    index = index_of(scheduler)
+    ask(scheduler, PROMPT, salt="ours", kv_session="chat")
+    ask(scheduler, [5, 6], salt="theirs", kv_session="chat")
+    assert len(index) == 2 and not index.counters.misses["name_diverged"]
+    ask(scheduler, [7, 8], salt="theirs", kv_session="chat", kv_session_release=True)
+    ask(scheduler, [7, 8], kv_session="chat", kv_session_release=True)
+    (left,) = index._sessions.values()
+    assert left.num_tokens == len(PROMPT) + 2 and left.name is not None
+    ask(scheduler, [7, 8], salt="ours", kv_session="chat", kv_session_release=True)
+    assert len(index) == 0
+
+
+def test_names_are_in_one_file(tmp_path: Path) -> None:
+    """A name that is released does not come back; one that moved on is the newest turn's."""
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    ends = {}
+    for chat in ("kept", "released"):
+        history = ask(scheduler, [len(chat), *PROMPT], kv_session=chat)
+        ends[chat] = ask(scheduler, [*history, 9], kv_session=chat)
+    assert len(index) == 4
+    ask(scheduler, [1], kv_session="released", kv_session_release=True)
+    scheduler.shutdown()
+    (key,) = names_in(tmp_path)
+    assert key.endswith(" kept") and (tmp_path / "names.json").stat().st_mode & 0o077 == 0
+    newest = names_in(tmp_path)[key]
+    assert index._sessions[newest].num_tokens == len(ends["kept"]) - 1
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("value", ["false", "true", 2, 0.5, [True]])
+def test_a_release_is_yes_or_no(value: Any, scheduler: Any) -> None:
+    for right in (True, False, 0, 1, None):
+        args = {"kv_session": "mine", "kv_session_release": right}
+        check_session(scheduler.vllm_config, SamplingParams(extra_args=args))
+    params = SamplingParams(extra_args={"kv_session": "mine", "kv_session_release": value})
+    with pytest.raises(VLLMValidationError, match="kv_session_release must be true or false"):
+        check_session(scheduler.vllm_config, params)
+
+
+@pytest.mark.parametrize("call", ["reload_weights", "finish_weight_update"])
+def test_weights_that_change(call: str, tmp_path: Path) -> None:
+    """Sessions of other weights are not found, nor kept of a request that saw both."""
+    scheduler = in_folder(tmp_path)
+    index, core = index_of(scheduler), EngineCore.__new__(EngineCore)
+    core.scheduler = scheduler
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, *_: [method])  # type: ignore[assignment]
+    history = ask(scheduler, PROMPT)
+    before = index.header["model"]
+    assert core.collective_rpc("list_loras") == ["list_loras"] and index.header["model"] == before
+    running = add(scheduler, [*history, 5])
+    finish_step(scheduler, scheduler.schedule())
+    assert index.counters.hits == {"memory": 1}
+    assert core.collective_rpc(call) == [call]
+    finish(scheduler, running)
+    assert index.header["model"] != before and len(index) == 1
+    assert index.counters.misses["changed"] == 1 and index.counters.kept == 1
+    ask(scheduler, [*history, 5])
+    assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
+    scheduler.shutdown()
+
+
+def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is overwritten while the old adapter is loaded: nothing is found or kept."""
+    index, file = index_of(scheduler), tmp_path / "adapter_model.safetensors"
+    lora = {"lora_name": "a", "lora_path": str(tmp_path)}
+    file.write_bytes(b"old")
+    history = ask(scheduler, PROMPT, LoRARequest(**lora, lora_int_id=1))
+    history = ask(scheduler, [*history, 5], LoRARequest(**lora, lora_int_id=1))
+    assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
+    file.write_bytes(b"newer")
+    ask(scheduler, [*history, 5], LoRARequest(**lora, lora_int_id=1))
+    assert index.counters.hits == {"memory": 1} and index.counters.misses["changed"] == 1
+    for fresh in ({"lora_int_id": 1, "load_inplace": True}, {"lora_int_id": 2}):
+        history = ask(scheduler, [*history, 5], LoRARequest(**lora, **fresh))  # type: ignore[arg-type]
+    assert index.counters.kept == 4 and index.counters.hits == {"memory": 2}
+    file.unlink()
+    file.symlink_to("/nonexistent")
+    ask(scheduler, PROMPT, LoRARequest(**lora, lora_int_id=3))
+    ask(scheduler, PROMPT, LoRARequest("b", 4, "org/unknown"))
+    assert index.counters.kept == 4 and index.counters.misses["changed"] == 3
+
+    hub = tmp_path / "hub" / "models--org--b"
+    (hub / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("a" * 40)
+    (hub / "snapshots" / ("a" * 40) / file.name).write_bytes(b"b")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    ask(scheduler, PROMPT, LoRARequest("b", 5, "org/b"))
+    assert index.counters.kept == 5 and index.counters.misses["changed"] == 3
+
+
+def test_an_idle_server_drops_what_was_reset(scheduler: Any) -> None:
+    """Workers hear of it in a step without requests; then the engine is idle again."""
+    ask(scheduler, PROMPT)
+    while scheduler.has_requests():
+        finish_step(scheduler, scheduler.schedule())
+    (one,) = index_of(scheduler)._sessions.values()
+    assert scheduler.reset_prefix_cache() and scheduler.has_requests()
+    output = scheduler.schedule()
+    assert [(c.op, c.id) for c in output.sessions] == [("drop", one.id)]
+    finish_step(scheduler, output)
+    assert not scheduler.has_requests() and index_of(scheduler).used["memory"] == 0
+
+
+def test_a_waiting_request_is_hashed_once(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often sessions change while it waits; a new one costs one more digest."""
+    hashed: list[int] = []
+    plain = session.token_digests
+
+    def counted(tokens: Any, lengths: list[int]) -> dict[int, str]:
+        hashed.extend(lengths)
+        return plain(tokens, lengths)
+
+    index = index_of(scheduler)
+    for n in range(5, 15):
+        ask(scheduler, PROMPT[1:n])
+    history = ask(scheduler, PROMPT)
+    before = index.counters.misses["diverged"]
+    monkeypatch.setattr(session, "token_digests", counted)
+    waiting = add(scheduler, [*history[:-2], 9, 9, 9, 9, 9])
+    for _ in range(5):
+        assert scheduler.sessions.may_start(waiting, 0)
+        index.version += 1
+    assert sorted(hashed) == sorted({one.num_tokens for one in index._sessions.values()})
+    finish(scheduler, waiting)
+    assert len(hashed) == len(set(hashed)) and index.counters.misses["diverged"] == before + 1

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the states of requests depend on, as text in files of sessions and in their ids."""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.log import logger
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.sessions.files import FORMAT
+from vllm_cascade.step.drafts import MODEL_DRAFTERS
+
+LAYOUT = (
+    *("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype", "kv_quant_mode"),
+    *("page_slots", "window", "num_sets", "words", "shapes", "dtypes"),
+)
+"""Attributes of cache specs that pages depend on."""
+UNRELATED = {"recall_memory"}
+"""Settings of a policy that states do not depend on."""
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Places of a weight file that are read to recognise it, and bytes of each."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""How the names of weight files end."""
+NAMELESS = {"_name_or_path", "transformers_version"}
+"""Entries of a model's configuration that states do not depend on."""
+
+
+def digest(thing: Any) -> str:
+    text = json.dumps(thing, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def policy_settings(policy: Policy) -> dict[str, Any]:
+    """A policy's settings that states depend on; of a table of scores also its content."""
+    found = {"name": policy.name, **policy.model_dump(mode="json")}
+    source = policy.token_scores
+    if source is not None and source.idf:
+        found["idf"] = hashlib.blake2b(Path(source.idf).read_bytes()).hexdigest()
+    return {key: value for key, value in found.items() if key not in UNRELATED}
+
+
+def _local(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
+    """Where a model or an adapter is on this machine; None: not in files that can be found."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        if (path := Path(name).expanduser()).exists():
+            return path
+        found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError):  # it is not there, or this is no name of the Hub's
+        return None
+    return Path(found)
+
+
+def _stats(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of files.
+
+    Raises:
+        OSError: one is gone.
+    """
+    found = [(file.name, file.stat()) for file in sorted(files)]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def _sample(file: Path, size: int) -> str:
+    """Digest of parts of a file: all of it would take minutes to read."""
+    found = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as content:
+        for i in range(SAMPLES):
+            content.seek(size * i // SAMPLES)
+            found.update(content.read(SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+def weights_of(model: ModelConfig, download_dir: str | None = None) -> list[Any]:
+    """Names, sizes, times and samples of the model's weight files.
+
+    Without such files, as with object storage, it is random: weights that cannot be told apart
+    must not share sessions.
+    """
+    folder = _local(model.model, model.revision, download_dir)
+    files: list[Path] = []
+    if folder is not None:
+        files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+        files = [file for file in files if file.suffix in WEIGHTS]
+    if not files:
+        logger.warning(
+            "KV sessions: no weight files of %s were found on this machine, so a restarted server "
+            "finds no sessions of this one; give --model a folder with the weights",
+            model.model,
+        )
+        return [secrets.token_hex(16)]
+    stats = zip(files, _stats(files), strict=True)
+    return [(name, size, time, _sample(file, size)) for file, (name, size, time) in stats]
+
+
+def _plain(config: Any) -> Any:
+    """A model's configuration without what states do not depend on."""
+    if isinstance(config, dict):
+        return {key: _plain(value) for key, value in config.items() if key not in NAMELESS}
+    return config
+
+
+class Adapters:
+    """The files of LoRA adapters, as they were when each was first used under its number.
+
+    vLLM does not say when it loads an adapter, nor from which state of its files. So an adapter
+    whose files have changed is not known any more: states may come from either. A new number or
+    ``load_inplace`` makes vLLM load it again.
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path | None] = {}
+        self._seen: dict[tuple[int, str], list[tuple[str, int, int]]] = {}
+
+    def of(self, lora: LoRARequest) -> list[Any] | None:
+        """What states under an adapter depend on; None: not known."""
+        if self._folders.get(lora.lora_path) is None:
+            self._folders[lora.lora_path] = _local(lora.lora_path)
+        folder = self._folders[lora.lora_path]
+        try:
+            stats = [] if folder is None else _stats(folder.glob("adapter_*"))
+        except OSError:
+            return None
+        key = lora.lora_int_id, lora.lora_path
+        if lora.load_inplace:
+            self._seen[key] = stats
+        if not stats or self._seen.setdefault(key, stats) != stats:
+            return None
+        return [lora.lora_name, lora.lora_path, stats]
+
+
+def _drafting_of(config: VllmConfig) -> list[Any]:
+    """What the states of a drafting model's layers depend on; empty without one."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method not in MODEL_DRAFTERS:
+        return []
+    model = drafts.draft_model_config
+    weights = weights_of(model, config.load_config.download_dir)
+    return [drafts.method, _plain(model.hf_config.to_dict()), weights, str(model.dtype)]
+
+
+def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
+    """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
+    policy, model = policy_of(config.additional_config), config.model_config
+    parallel = config.parallel_config
+    assert policy is not None
+    layout = [
+        [
+            sorted(group.layer_names),
+            type(group.kv_cache_spec).__name__,
+            {key: str(getattr(group.kv_cache_spec, key, None)) for key in LAYOUT},
+        ]
+        for group in caches.kv_cache_groups
+    ]
+    return {
+        "format": FORMAT,
+        "plugin": version("vllm-cascade"),
+        "vllm": version("vllm"),
+        "model": digest(
+            [
+                _plain(model.hf_config.to_dict()),
+                weights_of(model, config.load_config.download_dir),
+                *(config.load_config.load_format, model.quantization),
+                *_drafting_of(config),
+            ]
+        ),
+        "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",
+        "policy": digest(policy_settings(policy)),
+        "parallelism": f"tensor {parallel.tensor_parallel_size}, "
+        f"pipeline {parallel.pipeline_parallel_size}",
+        "layout": digest(layout),
+        "model_name": str(model.model),  # for people
+    }
+
+
+def page_bytes(config: VllmConfig, caches: KVCacheConfig, spec: KVPolicySpec) -> int:
+    """Bytes of a page in all layers of all ranks.
+
+    Args:
+        caches: of one rank of the first pipeline stage.
+        spec: cache spec of the policy's layers.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    if spec.num_layers is None:
+        return ranks * sum(tensor.size for tensor in caches.kv_cache_tensors) // caches.num_blocks
+    kinds = sum(kind.page_bytes for kind in spec.kinds)
+    return ranks * (kinds or spec.num_layers * spec.page_size_bytes)
