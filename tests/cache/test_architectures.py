@@ -197,6 +197,18 @@ def test_local_layers_rotate_without_their_windows() -> None:
         assert [is_unrotated(config, index, windowed) for index in range(2)] == [False, True]
 
 
+class Recurrent(nn.Module, MambaBase):
+    """A layer as vLLM's are, of which only the class counts here."""
+
+    mamba_type = "none"
+
+    def get_state_shape(self) -> Any:
+        return ()
+
+    def get_state_dtype(self) -> Any:
+        return ()
+
+
 def recurrent_files_that_rotate() -> set[str]:
     """vLLM's files of recurrent layers that make a rotary module."""
     folder = MODELS.parent / "layers/mamba"
@@ -208,9 +220,7 @@ def test_recurrent_layers_that_rotate_are_refused() -> None:
     assert recurrent_files_that_rotate() == {"bailing_linear_attn"}
     assert "bailing_hybrid" in WITHOUT_CPU_KERNEL
     model = nn.Module()
-    kind = type("Recurrent", (nn.Module, MambaBase), {})
-    kind.__abstractmethods__ = frozenset()
-    model.layer = kind()
+    model.layer = Recurrent()
     assert rotaries_of(model, {}, SimpleNamespace(model_type="llama")) == {}
     model.layer.rotary_emb = rope("default")
     with pytest.raises(KVPolicyError, match="layer is a recurrent layer that rotates"):
