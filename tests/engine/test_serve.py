@@ -97,7 +97,7 @@ def test_what_a_request_may_not_ask_for_is_a_400(asked: dict, message: str, serv
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"kv_budget": 64}, 'not read at the top level .*"vllm_xargs": {"kv_budget": 64}'),
+        ({"kv_budget": 64}, 'not read at this place .*"vllm_xargs": {"kv_budget": 64}'),
         (
             {"extra_body": {"vllm_xargs": {"kv_budget": 64}}},
             "argument of OpenAI's Python client",
