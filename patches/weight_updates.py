@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``EngineCore.collective_rpc`` (checked against vLLM 0.32.0 and 0.33.0).
+"""Patch of ``EngineCore.collective_rpc`` and ``add_lora`` (checked against vLLM 0.32.0 and 0.33.0).
 
-What: a scheduler that keeps sessions hears that workers were told to change the model's weights.
+What: a scheduler that keeps sessions hears that workers were told to change the model's weights, or
+to load an adapter.
 Why: states of other weights must not be used or written as those of the weights in the model's
 files, and vLLM sends such calls to workers only. A worker could tell with its next step's output,
 but by then that step may have started a request from a session.
@@ -11,11 +12,12 @@ Removed when: schedulers hear of weight updates.
 import functools
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-CALLS = ("reload_weights", "finish_weight_update")
+CALLS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods of vLLM's workers after which weights are others."""
-_original = EngineCore.collective_rpc
+_original, _add_lora = EngineCore.collective_rpc, EngineCore.add_lora
 
 
 @functools.wraps(_original)
@@ -28,6 +30,14 @@ def collective_rpc(self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> 
             sessions.weights_changed()
 
 
+@functools.wraps(_add_lora)
+def add_lora(self: EngineCore, lora_request: LoRARequest) -> bool:
+    sessions = getattr(self.scheduler, "sessions", None)
+    if sessions is not None:
+        sessions.adapters.note(lora_request)
+    return _add_lora(self, lora_request)
+
+
 def apply() -> None:
-    """Replace the method; later calls change nothing."""
-    EngineCore.collective_rpc = collective_rpc
+    """Replace the methods; later calls change nothing."""
+    EngineCore.collective_rpc, EngineCore.add_lora = collective_rpc, add_lora

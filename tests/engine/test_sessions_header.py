@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ def started(
     made.index = SessionIndex(**settings, header=ENGINE)
     made.folder, made._foreign = Folder(folder), {}
     made._keeper, made._names_version = ThreadPoolExecutor(1), 0
+    made._foreign_units, made._unread, made._writes_names = Counter(), {}, True
     made.folder.open()
     made._scan(made.folder)
     made.folder.close()
@@ -173,6 +175,32 @@ def test_a_read_error_at_start_destroys_nothing(
     assert "stays where it is" in said[0]
     index, said = scanned(tmp_path, monkeypatch)
     assert one.id in index._sessions and not said
+
+
+def test_names_outlive_a_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session's, which keeps its name; or their own file's, which is then not replaced."""
+    one, other = put(tmp_path, 1, 1.0), put(tmp_path, 2, 2.0)
+    pin(tmp_path, {"scope one": one.id, "scope two": other.id})
+    for broken, begin in ("read_header", one.id), ("opened", "names"):
+        real = getattr(files, broken)
+
+        def fail(path: Path, begin: str = begin, real: Any = real) -> Any:
+            if path.name.startswith(begin):
+                raise files.Unusable("io", "Input/output error")
+            return real(path)
+
+        with monkeypatch.context() as failing:
+            failing.setattr(files, broken, fail)
+            made, said = started(tmp_path, monkeypatch)
+        assert "Check the disk" in said[0]
+        if broken == "read_header":
+            made.index.release("scope two")
+        else:
+            made.index._pin(made.index._sessions[one.id], "scope three")
+        made.take_commands()
+        made._keeper.shutdown()
+        names = json.loads((tmp_path / "names.json").read_text())
+        assert names == {"scope one": one.id}
 
 
 def test_parts_of_a_set_that_a_crash_left_are_deleted(

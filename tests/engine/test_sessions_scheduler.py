@@ -18,6 +18,9 @@ from vllm.v1.request import Request
 from tests.engine.test_scheduler import finish_step, make_scheduler
 from vllm_cascade.engine.admission import check_session
 from vllm_cascade.engine.scheduler import KVPolicyScheduler
+from vllm_cascade.engine.session_header import policy_settings
+from vllm_cascade.patches import weight_updates
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions import session
 
 PROMPT = list(range(1, 21))
@@ -110,7 +113,7 @@ def test_a_release_is_yes_or_no(value: Any, scheduler: Any) -> None:
         check_session(scheduler.vllm_config, params)
 
 
-@pytest.mark.parametrize("call", ["reload_weights", "finish_weight_update"])
+@pytest.mark.parametrize("call", weight_updates.CALLS)
 def test_weights_that_change(call: str, tmp_path: Path) -> None:
     """Sessions of other weights are not found, nor kept of a request that saw both."""
     scheduler = in_folder(tmp_path)
@@ -130,6 +133,36 @@ def test_weights_that_change(call: str, tmp_path: Path) -> None:
     ask(scheduler, [*history, 5])
     assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
     scheduler.shutdown()
+
+
+def test_an_adapter_that_changes_before_its_first_request(scheduler: Any, tmp_path: Path) -> None:
+    """The worker has what was there when a client asked for it."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"old")
+    lora = LoRARequest("a", 1, str(tmp_path))
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler = scheduler
+    core.model_executor = SimpleNamespace(add_lora=lambda _: True)  # type: ignore[assignment]
+    assert core.add_lora(lora)
+    file.write_bytes(b"newer")
+    ask(scheduler, PROMPT, lora)
+    assert index_of(scheduler).counters.kept == 0
+    assert core.add_lora(lora)
+    ask(scheduler, PROMPT, lora)
+    assert index_of(scheduler).counters.kept == 1
+
+
+def test_a_table_of_scores_is_read_once(tmp_path: Path) -> None:
+    """It may be gone when a request asks for a policy that is new."""
+    table, tables = tmp_path / "idf.safetensors", dict[str, str]()
+    table.write_bytes(b"table")
+    raw = {"name": "dgc", "importance": "tfidf", "idf": str(table)}
+    first = policy_settings(resolve({**raw, "budget": 64}), tables)
+    table.unlink()
+    second = policy_settings(resolve({**raw, "budget": 32}), tables)
+    assert first["idf"] == second["idf"] and first["budget"] != second["budget"]
+    with pytest.raises(FileNotFoundError):
+        policy_settings(resolve({**raw, "budget": 32}))
 
 
 def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,10 @@ def test_damaged_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         os.utime(tmp_path / f"{n}", (100 - n, 100 - n))
         folder.move_aside(f"{n}")
         time.sleep(0.02)
-    assert sorted(path.name for path in (tmp_path / DAMAGED).iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in (tmp_path / DAMAGED).iterdir()) == ["1", "2", "3"]
+    (tmp_path / "large").write_bytes(bytes(99))
+    folder.move_aside("large")  # the newest one is never deleted, and takes no room from others
+    assert sorted(path.name for path in (tmp_path / DAMAGED).iterdir()) == ["2", "3", "large"]
     folder.close()
 
 

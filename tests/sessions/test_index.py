@@ -330,6 +330,33 @@ def test_a_turns_file_stays_until_the_next_one_is_written() -> None:
     assert not index.counters.misses
 
 
+def test_a_pinned_chat_keeps_its_last_file() -> None:
+    """Its next turn finds no room in the folder, or could not be written yet."""
+    index = SessionIndex(1000, disk_bytes=100)
+    first = keep(index, [1, 2], 60, name="chat")
+    written(index)
+    second = keep(index, [1, 2, 3], 60, name="chat", before=first)
+    assert index.counters.misses == {"disk_full": 1} and index.names() == {"chat": first}
+    keep(index, [9], 60)
+    assert "remove" not in ops(index) and index.counters.misses == {"disk_full": 2}
+    index.release("chat")
+    assert set(ops(index)) == {"drop"} and index.names() == {} and second
+    keep(index, [8], 60)
+    assert ("remove", first) in [(c.op, c.id) for c in index.take_commands()]
+
+
+def test_a_name_follows_the_file() -> None:
+    """In the folder it stays with the turn before until the new turn's file is complete."""
+    index = SessionIndex(1000, disk_bytes=1000)
+    first = keep(index, [1, 2], name="chat")
+    written(index)
+    second = keep(index, [1, 2, 3], name="chat", before=first)
+    version = index.names_version
+    assert index.names() == {"chat": first}
+    written(index)
+    assert index.names() == {"chat": second} and index.names_version > version
+
+
 def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:
     """Its file is touched, at most once a minute, also when equal tokens are kept again."""
     index = SessionIndex(10**9, 10**9, ttl=100)

@@ -166,7 +166,8 @@ def test_units_stay_while_a_header_cannot_be_read(
     chat = Chat(tmp_path)
     first, second = chat.turn(32), chat.turn(16)
     chat.worker.close()
-    chat.worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    chat.stores = Stores(SHAPE)
+    chat.worker = WorkerSessions(Copies(pools()), tmp_path, chat.stores)
     read_header = files.read_header
 
     def fail(path: Path) -> dict[str, str]:
@@ -178,6 +179,11 @@ def test_units_stay_while_a_header_cannot_be_read(
         broken.setattr(files, "read_header", fail)
         chat.remove(first)
         Folder(tmp_path).remove_unused()
+        assert len(names(tmp_path)) == 3
+        chat.log = Log(SHAPE)
+        third = chat.turn(20)  # older sessions cannot list what is written now
+        assert len(names(tmp_path)) == 5
+        chat.remove(third)
     assert len(names(tmp_path)) == 3 and not read(chat.worker, second)
     chat.worker.close()
 

@@ -40,12 +40,18 @@ def digest(thing: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def policy_settings(policy: Policy) -> dict[str, Any]:
-    """A policy's settings that states depend on; of a table of scores also its content."""
+def policy_settings(policy: Policy, tables: dict[str, str] | None = None) -> dict[str, Any]:
+    """A policy's settings that states depend on; of a table of scores also its content.
+
+    Args:
+        tables: digests of tables by path, as they were read before; a table that is new is added.
+    """
     found = {"name": policy.name, **policy.model_dump(mode="json")}
-    source = policy.token_scores
-    if source is not None and source.idf:
-        found["idf"] = hashlib.blake2b(Path(source.idf).read_bytes()).hexdigest()
+    source, tables = policy.token_scores, {} if tables is None else tables
+    if source is not None and (path := source.idf):
+        if path not in tables:
+            tables[path] = hashlib.blake2b(Path(path).read_bytes()).hexdigest()
+        found["idf"] = tables[path]
     return {key: value for key, value in found.items() if key not in UNRELATED}
 
 
@@ -112,32 +118,40 @@ def _plain(config: Any) -> Any:
 
 
 class Adapters:
-    """The files of LoRA adapters, as they were when each was first used under its number.
+    """The files of LoRA adapters, as they were before each was loaded under its number.
 
-    vLLM does not say when it loads an adapter, nor from which state of its files. So an adapter
-    whose files have changed is not known any more: states may come from either. A new number or
-    ``load_inplace`` makes vLLM load it again.
+    That is when a client asks vLLM to load it, or its first request. vLLM does not say from which
+    state of its files. So an adapter whose files have changed is not known any more: states may
+    come from either. A new number or ``load_inplace`` makes vLLM load it again.
     """
 
     def __init__(self) -> None:
         self._folders: dict[str, Path | None] = {}
         self._seen: dict[tuple[int, str], list[tuple[str, int, int]]] = {}
 
+    def note(self, lora: LoRARequest) -> None:
+        """Note the files of an adapter that is loaded next."""
+        stats = self._stats_of(lora)
+        self._seen[lora.lora_int_id, lora.lora_path] = stats or []
+
     def of(self, lora: LoRARequest) -> list[Any] | None:
         """What states under an adapter depend on; None: not known."""
+        stats = self._stats_of(lora)
+        if stats and lora.load_inplace:
+            self.note(lora)
+        if not stats or self._seen.setdefault((lora.lora_int_id, lora.lora_path), stats) != stats:
+            return None
+        return [lora.lora_name, lora.lora_path, stats]
+
+    def _stats_of(self, lora: LoRARequest) -> list[tuple[str, int, int]] | None:
+        """Names, sizes and times of an adapter's files; None: they cannot be found."""
         if self._folders.get(lora.lora_path) is None:
             self._folders[lora.lora_path] = _local(lora.lora_path)
         folder = self._folders[lora.lora_path]
         try:
-            stats = [] if folder is None else _stats(folder.glob("adapter_*"))
+            return None if folder is None else _stats(folder.glob("adapter_*"))
         except OSError:
             return None
-        key = lora.lora_int_id, lora.lora_path
-        if lora.load_inplace:
-            self._seen[key] = stats
-        if not stats or self._seen.setdefault(key, stats) != stats:
-            return None
-        return [lora.lora_name, lora.lora_path, stats]
 
 
 def _drafting_of(config: VllmConfig) -> list[Any]:
@@ -150,8 +164,14 @@ def _drafting_of(config: VllmConfig) -> list[Any]:
     return [drafts.method, _plain(model.hf_config.to_dict()), weights, str(model.dtype)]
 
 
-def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
-    """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
+def engine_header(
+    config: VllmConfig, caches: KVCacheConfig, tables: dict[str, str] | None = None
+) -> dict[str, str]:
+    """What the states of all of an engine's requests depend on (``files.FOREIGN``).
+
+    Args:
+        tables: as in ``policy_settings``.
+    """
     policy, model = policy_of(config.additional_config), config.model_config
     parallel = config.parallel_config
     assert policy is not None
@@ -176,7 +196,7 @@ def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
             ]
         ),
         "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",
-        "policy": digest(policy_settings(policy)),
+        "policy": digest(policy_settings(policy, tables)),
         "parallelism": f"tensor {parallel.tensor_parallel_size}, "
         f"pipeline {parallel.pipeline_parallel_size}",
         "layout": digest(layout),

@@ -30,8 +30,8 @@ from vllm_cascade.log import logger
 from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import FOREIGN, Unusable, first_difference
-from vllm_cascade.sessions.folder import DAMAGED, Bad, Entry, Folder
+from vllm_cascade.sessions.files import FOREIGN, Unusable, first_difference, parts_of
+from vllm_cascade.sessions.folder import DAMAGED, NAMES, Bad, Entry, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
@@ -67,13 +67,14 @@ class SchedulerSessions:
         chunk_bytes: int,
     ) -> None:
         weight_updates.apply()
-        header = engine_header(config, caches)
+        self._tables: dict[str, str] = {}  # digests of tables of scores, which workers have read
+        header = engine_header(config, caches, self._tables)
         self._schedule_of = schedule_of
         self._chunk_bytes = chunk_bytes
         self._page_bytes = page_bytes(config, caches, spec)
         self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
         self._policies: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()  # their digests
-        self._adapters = Adapters()
+        self.adapters = Adapters()
         self._prompts: WeakKeyDictionary[Request, Prefixes] = WeakKeyDictionary()
         self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()  # their contexts
         self._found: dict[str, Session] = {}  # by request id, while the request waits
@@ -85,6 +86,9 @@ class SchedulerSessions:
         self.folder = None if path is None else Folder(path)
         self._keeper = ThreadPoolExecutor(1, "kv-sessions-folder")
         self._foreign: dict[str, Entry] = {}  # other engines' sessions in the folder, by id
+        self._foreign_units: Counter[str] = Counter()  # how many of them list each file
+        self._unread: dict[str, str] = {}  # names of sessions with a read error; they keep them
+        self._writes_names = True
         self._names_version = 0  # of the names that are in the folder, or on their way
         if self.folder is not None:
             self.folder.open()
@@ -127,6 +131,8 @@ class SchedulerSessions:
         entries, bad = folder.entries()
         self._put_aside(folder, bad)
         names = {id_: name for name, id_ in self._names_of(folder).items()}
+        unread = {parts_of(name)[0] for name, _, reason in bad if reason == "io"}
+        self._unread = {name: id_ for id_, name in names.items() if id_ in unread}
         differs = {one.id: first_difference(one.header, self.index.header) for one in entries}
         room, oldest, taken = self.index.disk_bytes, time.time() - self.index.ttl, set()
         for entry in sorted(
@@ -146,6 +152,7 @@ class SchedulerSessions:
                 folder.remove(entry.files)
             elif session.unusable:
                 self._foreign[entry.id] = entry
+                self._foreign_units.update(name for name, _ in entry.pieces)
         folder.remove_unused()
         self._say_foreign(folder, Counter(filter(None, differs.values())))
 
@@ -178,12 +185,21 @@ class SchedulerSessions:
                 *(number, folder.path, what),
             )
 
-    @staticmethod
-    def _names_of(folder: Folder) -> dict[str, str]:
+    def _names_of(self, folder: Folder) -> dict[str, str]:
         try:
             return folder.names()
         except Unusable as error:
-            logger.warning("KV sessions: %s; no session is pinned", error)
+            self._writes_names = error.reason != "io"
+            if self._writes_names:
+                folder.move_aside(NAMES)
+            logger.warning(
+                "KV sessions: %s; no session is pinned%s",
+                error,
+                ""
+                if self._writes_names
+                else ", and no name of this server outlives it. Check the "
+                "disk, then start the server again",
+            )
             return {}
 
     def weights_changed(self) -> None:
@@ -204,10 +220,12 @@ class SchedulerSessions:
         schedule = self._schedule_of(request)
         policy = self._policies.get(schedule)
         if policy is None:
-            policy = self._policies[schedule] = digest(policy_settings(schedule.policy))
+            policy = self._policies[schedule] = digest(
+                policy_settings(schedule.policy, self._tables)
+            )
         lora: Any = None
         if request.lora_request is not None:
-            lora = self._adapters.of(request.lora_request)
+            lora = self.adapters.of(request.lora_request)
             if lora is None:
                 return None
         engine = [self.index.header[key] for key in FOREIGN]
@@ -342,25 +360,31 @@ class SchedulerSessions:
 
     def take_commands(self) -> tuple[Command, ...]:
         self._keep_names()
-        commands = self.index.take_commands()
-        others = [one for one in commands if one.op == "remove" and one.id in self._foreign]
-        for command in others:
-            self._keeper.submit(self._remove_foreign, command.id)
-        return tuple(command for command in commands if command not in others)
+        ours, others = [], []
+        for command in self.index.take_commands():
+            foreign = command.op == "remove" and command.id in self._foreign
+            (others if foreign else ours).append(command)
+        if others:
+            self._keeper.submit(self._remove_foreign, [command.id for command in others])
+        return tuple(ours)
 
-    def _remove_foreign(self, id_: str) -> None:
-        """Remove another engine's session, of whose files workers know nothing."""
+    def _remove_foreign(self, ids: Sequence[str]) -> None:
+        """Remove another engine's sessions, of whose files workers know nothing."""
         assert self.folder is not None
-        gone = self._foreign.pop(id_)
-        used = {name for entry in self._foreign.values() for name, _ in entry.pieces}
-        with suppress(OSError):  # the folder may have become read-only
-            self.folder.remove([*gone.files, *({name for name, _ in gone.pieces} - used)])
+        for gone in map(self._foreign.pop, ids):
+            units = [name for name, _ in gone.pieces]
+            self._foreign_units.subtract(units)
+            unused = [name for name in units if not self._foreign_units[name]]
+            with suppress(OSError):  # the folder may have become read-only
+                self.folder.remove([*gone.files, *unused])
 
     def _keep_names(self) -> None:
         """Let a thread write the names to the folder, if they have changed."""
-        if self.folder is not None and self._names_version != self.index.names_version:
-            self._names_version = self.index.names_version
-            self._keeper.submit(self._write_names, self._names_version, self.index.names())
+        version = self.index.names_version
+        if self.folder is not None and self._writes_names and self._names_version != version:
+            self._names_version = version
+            names = {**self._unread, **self.index.names()}
+            self._keeper.submit(self._write_names, version, names)
 
     def _write_names(self, number: int, names: dict[str, str]) -> None:
         if self.folder is None or number != self._names_version:

@@ -199,16 +199,19 @@ class Folder:
     def move_aside(self, name: str) -> None:
         """Move a damaged file to where no session is looked for, if the folder can be written.
 
-        Of the files there the oldest are deleted, so that they stay within ``MOST_DAMAGED`` bytes.
+        Of the files there the oldest are deleted, so that all but the newest stay within
+        ``MOST_DAMAGED`` bytes.
         """
         with contextlib.suppress(OSError):
             (self.path / name).replace(self.path / DAMAGED / name)
             stats = [(path.stat(), path) for path in (self.path / DAMAGED).iterdir()]
             room = MOST_DAMAGED
-            for found, path in sorted(stats, key=lambda one: one[0].st_ctime_ns, reverse=True):
-                room -= found.st_size
-                if room < 0:
+            stats.sort(key=lambda one: one[0].st_ctime_ns, reverse=True)
+            for found, path in stats[1:]:
+                if found.st_size > room:
                     path.unlink(missing_ok=True)
+                else:
+                    room -= found.st_size
 
     def size(self, name: str) -> int:
         """Bytes of a file; 0 if it is gone."""

@@ -79,8 +79,18 @@ class SessionIndex:
         return self._by_name.get(name)
 
     def names(self) -> dict[str, str]:
-        """Ids of the pinned sessions by name."""
-        return {name: session.id for name, session in self._by_name.items()}
+        """Ids of the pinned sessions by name, as a restart shall find them.
+
+        For a session without a complete file, that of the latest one which it continues and which
+        has a file.
+        """
+        return {name: self._durable(session).id for name, session in self._by_name.items()}
+
+    def _durable(self, session: Session) -> Session:
+        found: Session | None = session
+        while found is not None and not found.on_disk:
+            found = self._sessions.get(found.before or "")
+        return found or session
 
     # --- search ---------------------------------------------------------------------------------
 
@@ -266,6 +276,7 @@ class SessionIndex:
         for id_ in report.written:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
+                self.names_version += session.name is not None
         for id_ in report.unwritten:
             self.counters.misses["unwritten"] += 1
             if (session := self._reported(report, id_)) and session.writing:
@@ -375,11 +386,16 @@ class SessionIndex:
     def _make_disk_room(self, written: Session) -> bool:
         """Free space in the folder in the order of ``_leaving``; pinned sessions stay.
 
-        So does what a session continues until that session's own file is complete: a crash must
-        not find a chat without any file.
+        So does what a session continues until that session's own file is complete, and as long as
+        a pinned one has no file: a crash must not find a chat without any.
         """
         num_bytes, free = written.num_bytes, self.disk_bytes - self.used["disk"]
-        needed = {one.before for one in self._sessions.values() if one.writing or one is written}
+        waiting = [
+            one
+            for one in self._sessions.values()
+            if not one.on_disk and (one.writing or one.name is not None or one is written)
+        ]
+        needed = {self._durable(one).id for one in waiting}
         chosen = []
         for session in self._leaving() if free < num_bytes else ():
             if free >= num_bytes:

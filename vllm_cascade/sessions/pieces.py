@@ -46,6 +46,7 @@ class Pieces:
         self._files: WeakKeyDictionary[Piece, Listed] = WeakKeyDictionary()
         self._pieces: WeakValueDictionary[str, Piece] = WeakValueDictionary()  # by file name
         self._users: dict[str, set[str]] | None = None  # sessions by file name
+        self._own: set[str] = set()  # files that were written here, so no older session lists them
         self._complete = True  # no session's file was unreadable when these were learnt
         self._loading = threading.Lock()
         self._pool = ThreadPoolExecutor(os.cpu_count(), "kv-sessions-units")
@@ -70,6 +71,7 @@ class Pieces:
                     ),
                 )
                 self._note(piece, known)
+                self._own.add(name)
             self._used().setdefault(known[0], set()).add(session)
             listed.append(known)
         return listed
@@ -118,7 +120,8 @@ class Pieces:
             users.discard(session)
             if not users:
                 del self._used()[name]
-                if self._complete:  # else the next start removes it, if it is really unused
+                if self._complete or name in self._own:  # else a later start may remove it
+                    self._own.discard(name)
                     with suppress(OSError):
                         (self._folder / name).unlink(missing_ok=True)
 
