@@ -147,7 +147,10 @@ def test_an_adapter_that_changes_before_its_first_request(scheduler: Any, tmp_pa
     file.write_bytes(b"newer")
     ask(scheduler, PROMPT, lora)
     assert index_of(scheduler).counters.kept == 0
-    assert core.add_lora(lora)
+    assert core.add_lora(lora)  # it is loaded already, so nothing is read again
+    ask(scheduler, PROMPT, lora)
+    assert index_of(scheduler).counters.kept == 0
+    assert core.add_lora(LoRARequest("a", 1, str(tmp_path), load_inplace=True))
     ask(scheduler, PROMPT, lora)
     assert index_of(scheduler).counters.kept == 1
 

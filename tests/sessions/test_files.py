@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_nothing(
 
 
 def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has its name already, but whoever wrote it is told that there is none."""
+    """The file has its name already. It is removed, since the write is reported as failed."""
 
     def fail(folder: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")

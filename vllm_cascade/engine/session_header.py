@@ -91,8 +91,8 @@ def _sample(file: Path, size: int) -> str:
 def weights_of(model: ModelConfig, download_dir: str | None = None) -> list[Any]:
     """Names, sizes, times and samples of the model's weight files.
 
-    Without such files, as with object storage, it is random: weights that cannot be told apart
-    must not share sessions.
+    If there are none on this machine (object storage), a random text, so that no session of other
+    weights is found.
     """
     folder = _local(model.model, model.revision, download_dir)
     files: list[Path] = []
@@ -130,9 +130,10 @@ class Adapters:
         self._seen: dict[tuple[int, str], list[tuple[str, int, int]]] = {}
 
     def note(self, lora: LoRARequest) -> None:
-        """Note the files of an adapter that is loaded next."""
-        stats = self._stats_of(lora)
-        self._seen[lora.lora_int_id, lora.lora_path] = stats or []
+        """Note the files of an adapter that is loaded next; vLLM does not load one again."""
+        key = lora.lora_int_id, lora.lora_path
+        if lora.load_inplace or key not in self._seen:
+            self._seen[key] = self._stats_of(lora) or []
 
     def of(self, lora: LoRARequest) -> list[Any] | None:
         """What states under an adapter depend on; None: not known."""
