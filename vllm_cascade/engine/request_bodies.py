@@ -51,7 +51,7 @@ def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
     for holder in (body, *(body.get(name) for name in HOLDERS if (name,) != place)):
         for key, value in holder.items() if isinstance(holder, dict) else ():
             if plain_key(key) in ALL_KEYS:
-                return key, _correction(key, value, place, path)
+                return key, _correction(key, value, place)
     client = body.get("extra_body")
     if isinstance(client, dict) and any(
         key == "vllm_xargs" or plain_key(key) in ALL_KEYS for key in client
@@ -72,7 +72,7 @@ def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
     return None
 
 
-def _correction(key: str, value: Any, place: tuple[str, ...] | None, path: str) -> str:
+def _correction(key: str, value: Any, place: tuple[str, ...] | None) -> str:
     """The message about a key that is not at its place."""
     if place is None:
         return (

@@ -82,10 +82,10 @@ class Cascade(Policy):
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        """Refuse sub-caches that take too long to fill: the rules of each token until then count.
+        """Bound the table of rules, which has a row for each unit until the cache is full.
 
-        Sub-cache ``i`` is full when its window has come, of which each token stands for
-        ``cascade_base**i``.
+        Sub-cache ``i`` accepts every ``cascade_base**i``-th unit, so it takes that many times its
+        window to fill.
         """
         spans = [1 if self.eager_fill else self.cascade_base**i for i in range(self.num_subcaches)]
         tokens = self.window // self.unit * sum(spans) + self.cascade_base ** (
