@@ -2,6 +2,7 @@
 """Shared fixtures. Engines are slow to start, so tests that can share one do (``engine_pool``)."""
 
 import os
+import sys
 
 # Before vLLM is imported: quiet, offline, engines in this process (tests/engine/pool.py).
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -42,11 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Restore the environment after each test.
+    """Restore the environment after each test, and let each test's variables reach vLLM.
 
     vLLM writes to it when it reads some configurations: DeepSeek V3.2's, for one, disables
-    torch.compile for every later engine of the process.
+    torch.compile for every later engine of the process. It reads it no more once an engine has
+    started, so a test behind one in the same process would set variables without effect.
     """
+    if envs := sys.modules.get("vllm.envs"):
+        envs.disable_envs_cache()
     with patch.dict(os.environ):
         yield
 

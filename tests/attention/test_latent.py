@@ -78,7 +78,9 @@ def test_another_prefill_backend_is_refused(prefill: str | None, refused: bool) 
     """It would have no effect."""
     chosen = None if prefill is None else MLAPrefillBackendEnum[prefill]
     config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=None, mla_prefill_backend=chosen)
+        attention_config=SimpleNamespace(
+            backend=None, mla_prefill_backend=chosen, backend_per_kind=None
+        )
     )
     found = [one for one in DEVICES["cuda"].own_refusals if one.name == "attention backend"]
     assert found[0].applies(config, resolve({"name": "cascade"})) == refused

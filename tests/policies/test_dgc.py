@@ -81,7 +81,7 @@ def test_asynchronous_scheduling_is_turned_off_for_token_ids() -> None:
         config = EngineArgs(model=str(MODEL)).create_engine_config()
         config.scheduler_config.async_scheduling = True
         raw = {"name": "dgc", "budget": 100, "importance": importance}
-        apply_policy(config, raw, 1024)
+        apply_policy(config, raw, 1024, 1024)
         assert config.scheduler_config.async_scheduling is expected
         kind = "Async" if expected else ""
         assert config.scheduler_config.scheduler_cls.endswith(f".{kind}KVPolicyScheduler")
