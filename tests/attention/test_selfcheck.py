@@ -9,6 +9,7 @@ import linecache
 import sys
 import textwrap
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -107,6 +108,15 @@ def test_right_kernels_pass(name: str) -> None:
     assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
     assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
     assert 0 < max(row.error for row in rows) < 1e-5
+
+
+def test_evidence_of_right_kernels_passes() -> None:
+    """It is compared after attention has taken its memory."""
+    one = Check(resolve(POLICIES["recall"]), SHAPE, CUDAKVPolicyBackend, CPU, 1)
+    rows = (row for step in one.steps() for row in one._compare(step))
+    judged = (row for row in rows if row.compared == "evidence")
+    for row in islice(judged, 3):
+        assert not row.failure and 0 < row.error < 1e-5
 
 
 @pytest.mark.slow

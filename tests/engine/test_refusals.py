@@ -221,6 +221,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=True)),
         "--enable-dbo",
     ),
+    "elastic engines": (
+        SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=True)),
+        "--enable-elastic-ep is not tested",
+    ),
     "quantised means": (
         SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
         "set --kv-cache-dtype to auto",

@@ -20,6 +20,7 @@ from tests.conftest import MODEL
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.encoder_inputs import release_unreached
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+from vllm_cascade.log import logger
 from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.strides import aligned_chunk, cut_strides, first_stride
@@ -100,10 +101,10 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
     config = EngineArgs(
         model=str(MODEL),
         max_model_len=4096,
-        kv_policy="cascade",
-        kv_budget=64,
-        kv_recall=0,
         **{
+            "kv_policy": "cascade",
+            "kv_budget": 64,
+            "kv_recall": 0,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 100,
             "kv_policy_config": {"prefill_stride": STRIDE},
@@ -245,6 +246,33 @@ def test_a_pool_too_small_for_the_longest_request_is_a_warning(
     assert "needs 5 pages" not in caplog.text
     make_scheduler(KVPolicyScheduler, num_pages=4)
     assert "a request of --max-model-len 4096 tokens needs 5 pages of 16 tokens, but" in caplog.text
+
+
+@pytest.mark.parametrize("cls", SCHEDULERS)
+@pytest.mark.parametrize("running", [False, True])
+def test_a_request_beyond_this_engines_pool_ends(
+    running: bool, cls: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Front-ends know the mean of several engines' pools; what waits behind it is served."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "error", lambda text, *args: said.append(text % args))
+    scheduler = make_scheduler(cls, num_pages=4)
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    first, large, last = (request(*one) for one in (("a", 20, 9), ("b", 4000, 90), ("c", 20, 3)))
+    if running:
+        scheduler.add_request(first)
+        finish_step(scheduler, scheduler.schedule())
+    for one in (large, last):
+        scheduler.add_request(one)
+    (error,) = said
+    assert "request b of up to 4090 tokens needs 5 pages, but this engine's pool has 4" in error
+    for _ in range(20):
+        finish_step(scheduler, scheduler.schedule())
+    assert large.status == RequestStatus.FINISHED_ERROR and large.num_computed_tokens == 0
+    for one in (first, last) if running else (last,):
+        assert one.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert pool.get_num_free_blocks() == free and not scheduler.has_unfinished_requests()
 
 
 def with_pictures(name: str, prompt: int, *pictures: tuple[int, int], own: bool = True) -> Request:

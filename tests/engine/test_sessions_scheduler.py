@@ -41,9 +41,16 @@ def in_folder(folder: Path) -> Any:
 NUMBERS = itertools.count()
 
 
-def add(scheduler: Any, prompt: list[int], lora: Any = None, salt: Any = None, **args: Any) -> Any:
-    """Add a request of three tokens."""
-    params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args=args)
+def add(
+    scheduler: Any,
+    prompt: list[int],
+    lora: Any = None,
+    salt: Any = None,
+    max_tokens: int = 3,
+    **args: Any,
+) -> Any:
+    """Add a request."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=args)
     params.update_from_generation_config({}, 0)
     name = f"r{next(NUMBERS)}"
     one = Request(name, prompt, params, None, lora_request=lora, cache_salt=salt)
@@ -83,6 +90,34 @@ def test_a_name_is_its_clients_own(scheduler: Any) -> None:
     assert left.num_tokens == len(PROMPT) + 2 and left.name is not None
     ask(scheduler, [7, 8], salt="ours", kv_session="chat", kv_session_release=True)
     assert len(index) == 0
+
+
+@pytest.mark.parametrize("keep", [0, 128])
+def test_turns_that_keep_more_of_their_prompts_continue(keep: int) -> None:
+    """``keep_prompt`` keeps of each turn's prompt, which is longer; states differ once tokens go."""
+    settings = {"kv_sessions": True, "kv_policy": "sink", "kv_budget": 64, "kv_keep_prompt": keep}
+    scheduler = make_scheduler(KVPolicyScheduler, num_pages=80, **settings)
+    index = index_of(scheduler)
+
+    def turn(history: list[int], max_tokens: int = 3) -> tuple[int, list[int]]:
+        """Tokens that a turn does not read, and the history after it."""
+        one = add(scheduler, [*history, *[900] * 18], max_tokens=max_tokens, kv_session="chat")
+        output = scheduler.schedule()
+        finish_step(scheduler, output)
+        finish(scheduler, one)
+        return output.scheduled_new_reqs[0].num_computed_tokens, list(one.all_token_ids)
+
+    history, begins = [], []
+    for _ in range(12):  # the prompts come to have more than ``keep`` tokens, and then evict some
+        begin, history = turn(history)
+        begins.append(begin)
+    assert begins == [0, *(21 * turn - 1 for turn in range(1, 12))]
+    assert index.counters.misses == {"no_session": 1}
+    first, history = turn([5], max_tokens=90)  # the answer evicts, beside 19 kept tokens or none
+    assert first == 0
+    again, _ = turn(history)
+    assert again == (0 if keep else len(history) - 1)
+    scheduler.shutdown()
 
 
 def test_names_are_in_one_file(tmp_path: Path) -> None:

@@ -217,8 +217,8 @@ def test_a_name_pins_a_session_until_it_is_released() -> None:
         keep(index, [n])
     session = index.named("mine")
     assert session is not None and index.find("c", [1, 9], 1, 0) is session
-    assert index.begins(session, "c", [1, 2]) and not index.begins(session, "c", [2, 1])
-    assert not index.begins(session, "other", [1, 2])
+    assert index.begins(session, {"c"}, [1, 2]) and not index.begins(session, {"c"}, [2, 1])
+    assert not index.begins(session, {"other"}, [1, 2])
     keep(index, [1, 2], name="mine")  # the next turn: the name moves on
     assert index.named("mine") is not session and session.name is None
     assert index.release("mine") and not index.release("mine")

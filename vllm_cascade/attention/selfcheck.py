@@ -260,7 +260,7 @@ class Side:
         stores = self.builder.stores = backend.make_stores(units, memory, self.device)
         self.impl.recall_from(stores, 0, policy.recall_queries)
         self.builder.requests = Named()
-        self.units = opened(stores, (1, 1 + (len(self.pool) - 1) // 2))
+        self.units = opened(stores, (1, 1 + (len(self.pool) - 1) // 2), self.impl.recall)
 
     def plan(self, step: "Step") -> Any:
         metadata = self.builder.build(0, step.common(self.device))
@@ -484,6 +484,8 @@ class Check:
         before = [x.clone() for x in state()]
         self._before, self._values = before[0], rows.value
         expected = self.plain.run(plain, rows)
+        if self.recalls:
+            self.ours.units.note()
         runs = []
         for _ in range(self.repeats):
             for now, was in zip(state(), before, strict=True):
@@ -493,7 +495,7 @@ class Check:
         tolerance = TOLERANCE[self.shape.dtype]
         bounds = {"kept tokens": 0.0, "rows": tolerance + self._step}
         if self.recalls:
-            if found := self.ours.units.evidence(metadata):
+            if found := self.ours.units.evidence():
                 error = max(error_of(found[i], self._judged[i][1]) for i in found)
                 yield self._row(step, "evidence", error, EVIDENCE)
             calls, pages = self.close_calls, dict(self._pages(step))

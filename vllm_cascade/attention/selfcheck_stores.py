@@ -6,7 +6,7 @@
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -20,6 +20,9 @@ from vllm_cascade.recall.rings import Rings
 from vllm_cascade.recall.stores import Stores, UnitStores
 from vllm_cascade.step.recall import RecallStride
 from vllm_cascade.step.requests import Requests
+
+if TYPE_CHECKING:
+    from vllm_cascade.attention.cuda.recall import LayerRings
 
 
 class Named(Requests):
@@ -96,16 +99,19 @@ class LogUnits:
         chunks = [chunk for log in logs for chunk in log.chunks]
         return [x for chunk in chunks for x in chunk.tensors] + [log.tokens for log in logs]
 
-    def evidence(self, metadata: Any) -> dict[int, torch.Tensor]:
+    def note(self) -> None:
         """Nothing: the CPU's judge keeps no evidence."""
+
+    def evidence(self) -> dict[int, torch.Tensor]:
+        """None."""
         return {}
 
 
 class RingUnits:
     """Units of two requests in rings."""
 
-    def __init__(self, rings: Rings) -> None:
-        self._rings = rings
+    def __init__(self, rings: Rings, recall: "LayerRings") -> None:
+        self._rings, self._recall = rings, recall
 
     def _all(self) -> list[torch.Tensor | None]:
         rings = self._rings
@@ -142,23 +148,33 @@ class RingUnits:
             if x is not None and now is not None:
                 x[0][:, places.to(x.device)] = now.to(x.device)
 
-    def evidence(self, metadata: Any) -> dict[int, torch.Tensor]:
-        """What the kernels of a step's first strides wrote of each request that they judged, fp32
-        ``[S, n]``."""
-        wave, found = metadata.waves[0], {}
+    def note(self) -> None:
+        """Let the kernels' evidence be kept from now on."""
+        self._recall.judged = []
+
+    def evidence(self) -> dict[int, torch.Tensor]:
+        """What the kernels wrote since ``note`` for the first stride of each request that they
+        judged, fp32 ``[S, n]``."""
+        noted, self._recall.judged = self._recall.judged or [], None
+        found: dict[int, torch.Tensor] = {}
         names = {number: name for name, number in self._rings.rings.items()}
-        groups = wave.prefill if wave.decode is None else [*wave.prefill, wave.decode]
-        for rows in (rows for group in groups for rows in group.recalling.values()):
+        for rows, evidence in noted:
             for row, columns in enumerate(rows.recall.tolist()):
                 if columns[HOW] == JUDGED:
                     name = names[columns[RING] // self._rings.shape.most_units]
-                    judged = rows.evidence[row, :, : columns[END] - columns[BEGIN]]
-                    found[Named.NAMES.index(name)] = judged.cpu()
+                    judged = evidence[row, :, : columns[END] - columns[BEGIN]]
+                    found.setdefault(Named.NAMES.index(name), judged.cpu())
         return found
 
 
-def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUnits:
-    """Let two requests begin."""
+def opened(
+    stores: UnitStores, first_pages: Sequence[int], recall: Any
+) -> LogUnits | RingUnits:
+    """Let two requests begin.
+
+    Args:
+        recall: the layer's, a device's own.
+    """
     new = [
         SimpleNamespace(req_id=name, block_ids=([page],), num_computed_tokens=0)
         for name, page in zip(Named.NAMES, first_pages, strict=True)
@@ -175,7 +191,7 @@ def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUni
     )
     stores.note(output)
     if isinstance(stores, Rings):
-        return RingUnits(stores)
+        return RingUnits(stores, recall)
     assert isinstance(stores, Stores)
     return LogUnits(stores, first_pages)
 

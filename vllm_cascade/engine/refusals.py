@@ -278,6 +278,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--enable-dbo and --ubatch-size cannot be combined with --kv-policy: remove one of the two",
     ),
     Refusal(
+        "elastic engines",
+        lambda config, _: config.parallel_config.enable_elastic_ep,
+        "--enable-elastic-ep is not tested with --kv-policy: engines that join a running group "
+        "take its cache's size instead of measuring their memory; remove one of the two",
+    ),
+    Refusal(
         "quantised KV cache",
         _unknown_cache_dtype,
         f"--kv-cache-dtype has an unsupported type; set it to auto or to one of {', '.join(CODES)}",

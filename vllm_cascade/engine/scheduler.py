@@ -197,6 +197,35 @@ class _StrideAligned(_Base):
                 "or lower --kv-budget or --max-model-len"
             )
 
+    def _limit(self, request: Request) -> tuple[str, int, Schedule]:
+        """A request's id, the most tokens that it may process, and its schedule."""
+        most = self.max_model_len  # of streaming input further parts may follow
+        if not request.resumable:
+            most = min(request.num_prompt_tokens + request.max_tokens, most)
+        return request.request_id, most, self._schedule_of(request)
+
+    def add_request(self, request: Request) -> None:
+        """Add a request; one that this engine can never hold ends with an error.
+
+        It and all behind it would wait without end. Front-ends refuse such requests
+        (``admission.py``), but know only the mean of the pools of several engines.
+        """
+        super().add_request(request)
+        if self.requests.get(request.request_id) is not request:
+            return  # a part of streaming input that runs already
+        name, most, schedule = self._limit(request)
+        need = sum(m.kv_cache_spec.num_pages(most, schedule) for m in self._managers)
+        need += len(self._states)
+        have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        if need > have:
+            logger.error(
+                "kv_policy: request %s of up to %d tokens needs %d pages, but this engine's pool "
+                "has %d, so it ends with an error. Give all data-parallel engines pools of one "
+                "size with --num-gpu-blocks-override",
+                *(name, most, need, have),
+            )
+            self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these after its next step
+
     def _mamba_block_aligned_split(
         self,
         request: Request,
@@ -210,9 +239,8 @@ class _StrideAligned(_Base):
             # takes back the token that ran ahead, which pages and logs cannot.
             return 0
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        most = self.max_model_len if request.resumable else limit  # further parts may follow
         for manager in self._managers:
-            manager.set_limit(request.request_id, most, self._schedule_of(request))
+            manager.set_limit(*self._limit(request))
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
         if self.num_spec_tokens and start >= prompt_len:

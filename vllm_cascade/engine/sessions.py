@@ -5,6 +5,7 @@ import copy
 import hashlib
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,10 +74,12 @@ class SchedulerSessions:
         self._chunk_bytes = chunk_bytes
         self._page_bytes = page_bytes(config, caches, spec)
         self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
-        self._policies: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()  # their digests
+        # Digests of policies, by the id of their history (``Schedule.history``).
+        self._policies: WeakKeyDictionary[Schedule, dict[int, str]] = WeakKeyDictionary()
         self.adapters = Adapters()
         self._prompts: WeakKeyDictionary[Request, Prefixes] = WeakKeyDictionary()
-        self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()  # their contexts
+        # Contexts at their admission, before anything is evicted.
+        self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()
         self._found: dict[str, Session] = {}  # by request id, while the request waits
         self._reported = SessionCounters()
         self._searched: dict[str, int] = {}  # the index's version when they were looked for
@@ -213,16 +216,15 @@ class SchedulerSessions:
         other = request.mm_features or request.prompt_embeds is not None or request.resumable
         return not other and request.sampling_params is not None
 
-    def context(self, request: Request) -> str | None:
-        """What a request's state depends on besides tokens; None: not known, so it is not kept."""
+    def context(self, request: Request, num_tokens: int) -> str | None:
+        """What a request's state depends on besides tokens; None: not known, so it is not kept.
+
+        Before anything is evicted, it does not depend on ``keep_prompt``, which differs from turn
+        to turn while prompts are shorter.
+        """
         if not self._is_text(request):
             return None
-        schedule = self._schedule_of(request)
-        policy = self._policies.get(schedule)
-        if policy is None:
-            policy = self._policies[schedule] = digest(
-                policy_settings(schedule.policy, self._tables)
-            )
+        policy = self._policy(self._schedule_of(request), num_tokens)
         lora: Any = None
         if request.lora_request is not None:
             lora = self.adapters.of(request.lora_request)
@@ -230,6 +232,25 @@ class SchedulerSessions:
                 return None
         engine = [self.index.header[key] for key in FOREIGN]
         return digest([engine, policy, self._salted(request), lora])
+
+    def _policy(self, schedule: Schedule, num_tokens: int) -> str:
+        """Digest of the settings that the state after so many tokens depends on."""
+        known, history = self._policies.setdefault(schedule, {}), schedule.history(num_tokens)
+        if history not in known:
+            settings = policy_settings(schedule.policy, self._tables)
+            if history == schedule.family:
+                settings["keep_prompt"] = 0
+            known[history] = digest(settings)
+        return known[history]
+
+    def _contexts(self, request: Request) -> dict[str, int]:
+        """The contexts of a request's states, each with the longest prefix, in tokens, it holds for."""
+        num = len(request.prompt_token_ids or ())
+        schedule = self._schedule_of(request)
+        complete = range(num + 1)
+        whole = bisect_left(complete, True, key=lambda t: schedule.count_at(t) < t) - 1
+        found = {self.context(request, most): most for most in (whole, num)}
+        return {context: most for context, most in found.items() if context is not None}
 
     @staticmethod
     def _salted(request: Request) -> str | None:
@@ -271,11 +292,15 @@ class SchedulerSessions:
         return False
 
     def _find(self, request: Request) -> Session | None:
-        context = None if request.skip_reading_prefix_cache else self.context(request)
-        if context is None:
+        if request.skip_reading_prefix_cache:
             return None
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
-        return self.index.find(context, self._prompt_of(request), longest, time.time())
+        prompt, now = self._prompt_of(request), time.time()
+        found = [
+            self.index.find(context, prompt, min(most, longest), now)
+            for context, most in self._contexts(request).items()
+        ]
+        return max(filter(None, found), key=lambda one: one.num_tokens, default=None)
 
     def _prompt_of(self, request: Request) -> Prefixes:
         """A waiting request's prompt, which is looked for whenever sessions come or go."""
@@ -307,7 +332,7 @@ class SchedulerSessions:
         """
         name = request.request_id
         session, tier = self._found.get(name), self._tiers.pop(name, "memory")
-        self._begun[request] = self.context(request)
+        self._begun[request] = self.context(request, 0)
         started = session is not None and session.num_tokens == hit
         if session is not None and started:
             self.index.restore(session, name, pages(hit), tier, time.time())
@@ -322,9 +347,9 @@ class SchedulerSessions:
 
     def _reason(self, request: Request) -> str:
         """Why no session serves a request."""
-        context = self.context(request)
-        other = context is not None and self.index.diverges(context, self._prompt_of(request))
-        return "diverged" if other else "no_session"
+        prompt = self._prompt_of(request)
+        others = (self.index.diverges(context, prompt) for context in self._contexts(request))
+        return "diverged" if any(others) else "no_session"
 
     # --- requests that end ------------------------------------------------------------------------
 
@@ -343,14 +368,15 @@ class SchedulerSessions:
         # Beyond the prompt; and not beyond the tokens that are known.
         if request.status not in KEPT or not request.num_prompt_tokens <= num <= request.num_tokens:
             return
-        context = self.context(request)
-        if context is None or context != self._begun.get(request):
+        context = self.context(request, num)
+        if context is None or self.context(request, 0) != self._begun.get(request):
             reason = "changed" if self._is_text(request) else "not_text"
             self.index.counters.misses[reason] += 1
             return
         tokens, blocks = request.all_token_ids[:num], pages(num)
         before = None if pinned is None else self.index.named(pinned)
-        if before is not None and not self.index.begins(before, context, tokens):
+        contexts = {context, *self._contexts(request)}
+        if before is not None and not self.index.begins(before, contexts, tokens):
             self.index.counters.misses["name_diverged"] += 1
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
         prompt = request.num_prompt_tokens

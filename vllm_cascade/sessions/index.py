@@ -11,7 +11,7 @@ from their reports which files were written and read.
 
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,10 +118,10 @@ class SessionIndex:
         digests = prefixes.digests(fits)
         return any(f"{length} {digests[length]}" in prompts for length in fits)
 
-    def begins(self, session: Session, context: str, tokens: Sequence[int]) -> bool:
-        """Whether a prompt begins with a session's tokens, under the same context."""
+    def begins(self, session: Session, contexts: Container[str], tokens: Sequence[int]) -> bool:
+        """Whether a prompt begins with a session's tokens, under one of these contexts."""
         num = session.num_tokens
-        if context != session.context or len(tokens) < num:
+        if session.context not in contexts or len(tokens) < num:
             return False
         digest = token_digests(np.asarray(tokens[:num], dtype=np.int32), [num])[num]
         return digest == session.tokens

@@ -32,6 +32,10 @@ from vllm_cascade.step.inputs import Stride
 class LayerRings:
     """One layer's part of the rings.
 
+    Attributes:
+        judged: where copies of what was judged go: rows and their evidence, whose memory attention
+            takes next; None: none are made.
+
     Args:
         stored: how the pages' rows are stored in 8 bits, or None.
         index: of the layer in them.
@@ -61,6 +65,7 @@ class LayerRings:
         self._born, self._token = rings.born[index], rings.token[index]
         self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
         self._judges: dict[int, Judge] = {}
+        self.judged: list[tuple[RecallRows, torch.Tensor]] | None = None
         self._cached = cached = CachedLayer(
             kv=pages.kv,
             rank=pages.rank,
@@ -149,6 +154,8 @@ class LayerRings:
                 together = self._layer.over_ranks(rows.evidence, "max")
                 rows = replace(rows, evidence=together)
         self._recaller(rows)
+        if self.judged is not None and does.judges and rows.evidence is not None:
+            self.judged.append((rows, rows.evidence.clone()))
 
     def before(self, rows: RecallRows, does: Recalls) -> None:
         """Note what ``store`` must know of lines into which single tokens are inserted next."""
