@@ -28,6 +28,7 @@ from vllm_cascade.cache.kinds import window_policy
 from vllm_cascade.engine import gpu_worker, recall_memory
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton import recall_copy
 from vllm_cascade.kernels.triton.recall import Judge
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
@@ -429,6 +430,20 @@ def test_memory() -> None:
         check_memory(shape, 4, CPU, (4 * on_device, room))
     with pytest.raises(KVPolicyError, match="can be had; set --kv-recall 0"):
         check_memory(shape, 4, CPU, (4 * on_device, room - 4))
+
+
+@pytest.mark.parametrize("num_chunks", [0, 2])
+def test_copies_are_compiled_at_start(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions copy rings also where no memory is left for snapshots."""
+    calls: list[tuple[bool, bool, int]] = []
+
+    def note(ring: Any, kept: Any, chunks: Any, size: int, number: int, *rest: Any) -> None:
+        calls.append((rest[-1], kept.data_ptr() % 16 == 0, number))
+
+    monkeypatch.setattr(recall_copy, "copy_ring", note)
+    rings = Rings(shape_of(4, 40), 3, CPU, num_chunks=num_chunks)
+    each = len(rings._words)
+    assert calls == [(False, True, 0)] * each + [(True, True, 0)] * each
 
 
 def test_pinned_memory_is_taken_in_powers_of_two() -> None:

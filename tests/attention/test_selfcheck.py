@@ -49,6 +49,7 @@ from vllm_cascade.kernels.triton import (
     stored,
     tiles,
 )
+from vllm_cascade.policies.registry import POLICIES as BUILT_IN
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -409,6 +410,38 @@ NAMED = {
     "recall_store": ("list_gone or store_units",),
 }
 """What the message may name for a mutant of a file."""
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("unit", [1, 16])
+def test_large_budgets_are_checked_with_less(name: str, unit: int) -> None:
+    """The reference's time grows with the square of the budget."""
+    units = {"unit": unit} | ({"recall": 8} if unit > 1 else {})
+    units |= {"num_sinks": 0 if name == "window" else unit}
+    settings = {"name": name, "budget": 131072, "keep_prompt": 8192, "prefill_stride": 256}
+    policy = resolve(settings | units)
+    small = certify.small(policy)
+    assert 1024 < small.budget <= 2048 == small.keep_prompt and small.budget % unit == 0
+    changed = {"budget": policy.budget, "keep_prompt": 8192}
+    assert small.model_copy(update=changed) == policy
+    assert certify.small(small) is small
+
+
+def test_the_check_runs_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the verdict is of the policy that was asked for."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(certify, "MOST_CHECKED", 64)
+    policies: list[Any] = []
+
+    def note(policy: Any, *args: Any) -> Any:
+        policies.append(policy.budget)
+        return SimpleNamespace(run=lambda: [SimpleNamespace(error=0.0)])
+
+    monkeypatch.setattr(certify, "Check", note)
+    for budget in (60, 4096, 4096, 8192):
+        policy = resolve({"name": "h2o", "budget": budget, "num_sinks": 4, "prefill_stride": 16})
+        certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU)
+    assert policies == [60, 64, 64] and len(list(tmp_path.rglob("checks/*.json"))) == 3
 
 
 @pytest.mark.parametrize("mode", ["once", "always", "off"])

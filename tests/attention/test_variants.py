@@ -40,6 +40,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "heads": {"name": "h2o", "budget": 260, "head_policy": "per_kv_head"},
     "sink": {"name": "sink", "budget": 260},
     "beehive": {"name": "beehive", "budget": 260},
+    "scaled": {"name": "beehive", "budget": 260, "log_n": True},
+    "random": {"name": "random", "budget": 260},
+    "dgc": {"name": "dgc", "budget": 260, "importance": "tfidf"},
 }
 RECALL = {"unit": 16, "num_sinks": 16, "budget": 256, "recall": 2, "recall_store": 512}
 RECALLING: dict[str, dict[str, Any]] = {
@@ -177,6 +180,42 @@ def test_nothing_is_compiled_after_the_warm_up(
     everything_is_warm(Served(POLICIES[name], pages=pages), variants)
 
 
+@pytest.mark.parametrize("name", ["cascade", "sink", "units"])
+def test_a_layer_without_rotation_is_a_variant_of_its_own(
+    name: str, variants: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM3 has such layers beside rotated ones: a worker warms both up."""
+    served = Served(POLICIES[name])
+    layer = served.layer
+    view = layer.impl._pages
+    assert view is not None
+    parts = (served.shape.num_kv_heads, None, None, "auto")
+    heads, size = served.shape.num_kv_heads * served.shape.group, served.shape.head_size
+    plain = TritonKVPolicyImpl(heads, size, size**-0.5, *parts)
+    plain.prepare(layer.spec, view.kv, None, 1, served.shape.dtype)
+    assert plain.variant != layer.impl.variant
+    worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
+    worker.use_v2_model_runner = True
+    tables = SimpleNamespace(input_block_tables=[torch.zeros(4, served.pages)])
+    worker.model_runner = SimpleNamespace(block_tables=tables)
+    layers = {
+        name: SimpleNamespace(impl=impl, kv_cache=layer.pool)
+        for name, impl in (("a", layer.impl), ("b", plain), ("c", layer.impl))
+    }
+    monkeypatch.setattr(layer.builder, "layer_names", list(layers))
+    monkeypatch.setattr(worker, "_builders", lambda: [layer.builder])
+    monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
+    monkeypatch.setattr(worker, "_token_groups", lambda: [0])
+    worker._warm_up()
+    warm = set(variants)
+    for impl in (layer.impl, plain):
+        layer.impl = impl
+        served.prompt(3000, beside=True)
+        served.prompt(300, beside=False)
+    fresh = variants - warm
+    assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
 @pytest.mark.parametrize("name", ["cascade", "sink"])
 def test_nothing_is_compiled_for_latent_rows_after_the_warm_up(
     name: str, variants: set[Variant]
@@ -245,6 +284,9 @@ def everything_is_warm(served: Served, variants: set[Variant]) -> None:
     lengths = [2, 15, 16, 17, STRIDE, STRIDE + 1, 2 * STRIDE, 5000, *rng.integers(1, 5000, 24)]
     for length in map(int, lengths):
         served.prompt(length, beside=bool(length % 2))
+    for decoding in (1, 2, 3):  # the last token of a prompt stands at any place of a step
+        firsts = [*[700] * decoding, 0]
+        served.run([*[1] * decoding, STRIDE + 1], firsts, [False] * decoding + [True])
     for first in (0, 4 * STRIDE):
         for parts in ([17] * 2, [STRIDE, 3, 600], [2 * STRIDE + 1, 1, 33, STRIDE + 1]):
             served.prompts(parts, first)
@@ -305,13 +347,18 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
         input_batch=SimpleNamespace(block_table=first),
     )
     builders = [CUDABuilder.__new__(CUDABuilder) for _ in range(2)]
-    builders[0].layer_names, builders[1].layer_names = ["b", "a"], ["c"]
-    layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "abc"}
+    builders[0].layer_names, builders[1].layer_names = ["b", "a", "d"], ["c"]
+    impls = {name: SimpleNamespace(variant=variant) for name, variant in zip("abcd", "xyzy", strict=True)}
+    layers = {n: SimpleNamespace(impl=impls[n], kv_cache=f"{n}.pool") for n in impls}
     monkeypatch.setattr(worker, "_builders", lambda: builders)
     monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
     finish_warm_up(worker, monkeypatch)
     first, second = builders
-    assert calls == [(first, "b.impl", "b.pool", 7), (second, "c.impl", "c.pool", 7), "error"]
+    expected = [(first, "b"), (first, "a"), (second, "c")]
+    *warmed, mode = calls
+    assert mode == "error" and sorted(warmed, key=str) == sorted(
+        ((builder, impls[n], f"{n}.pool", 7) for builder, n in expected), key=str
+    )
 
 
 def finish_warm_up(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

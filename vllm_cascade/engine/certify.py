@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +26,13 @@ from vllm_cascade.kernels.cpp.build import cache_folder
 from vllm_cascade.log import logger
 from vllm_cascade.policies.arguments import CHECK, CHECK_MODES
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.registry import validated
+from vllm_cascade.policies.settings import Given, KVPolicyError, Misfit
 from vllm_cascade.step.drafts import most_drafts
+
+
+MOST_CHECKED = 2048
+"""Largest budget, and longest kept prompt, in tokens, that is checked."""
 
 
 def shape_of(config: VllmConfig) -> LayerShape:
@@ -65,6 +71,23 @@ def shapes_of(config: VllmConfig) -> tuple[LayerShape, ...]:
     return shape, replace(shape, window=window)
 
 
+def small(policy: Policy) -> Policy:
+    """The policy with the largest budget that is checked; a smaller one stays as it is.
+
+    Kernels take any number of cached tokens, and PyTorch's time grows with the square of it.
+    """
+    if max(policy.budget, policy.keep_prompt) <= MOST_CHECKED:
+        return policy
+    settings = Given({"name": policy.name, **policy.model_dump()})
+    settings["keep_prompt"] = min(policy.keep_prompt, MOST_CHECKED // policy.unit * policy.unit)
+    step = policy.budget_step(settings)
+    most = min(policy.budget, MOST_CHECKED)
+    for budget in range(most // step * step, 0, -step):
+        with suppress(Misfit, KVPolicyError):
+            return validated({**settings, "budget": budget}, settings)
+    return policy
+
+
 def certify(
     policy: Policy,
     shapes: Sequence[LayerShape],
@@ -92,13 +115,18 @@ def certify(
     file = _verdict_file(policy, shapes, entry, drafts)
     if mode == "off" or (mode == "once" and file.is_file()):
         return []
-    begin = time.monotonic()
+    checked, begin = small(policy), time.monotonic()
+    logger.info(
+        "KV policy %s: checking its kernels on this device (--kv-policy-check), with a budget of "
+        "%d tokens",
+        *(policy.name, checked.budget),
+    )
     try:
         backend, repeats = resolve_name(entry.backend), entry.check_repeats
         rows = [
             row
             for shape in shapes
-            for row in Check(policy, shape, backend, device, repeats, drafts).run()
+            for row in Check(checked, shape, backend, device, repeats, drafts).run()
         ]
     except Mismatch as error:
         raise KVPolicyError(

@@ -68,10 +68,11 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
             table = runner.block_tables.input_block_tables[group]
         else:
             table = runner.input_batch.block_table.block_tables[group].block_table.gpu
-        for builder in self._builders():  # one per kind of layer
+        for builder in self._builders():  # one per kind of pages; some layers may not rotate keys
             assert isinstance(builder, CUDABuilder)
-            layer = layers[builder.layer_names[0]]
-            warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
+            alike = [layers[name] for name in reversed(builder.layer_names)]
+            for layer in {layer.impl.variant: layer for layer in alike}.values():
+                warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording the tokens that every layer keeps.

@@ -154,8 +154,9 @@ class Rings(UnitStores):
             if store is not None
         ]
         self._kept_words = self._chunk_memory(num_chunks, pinned) if num_chunks else []
-        for restores in (False, True) if num_chunks else ():
-            self._copy(self._kept_words, [0], 0, 0, restores)  # compiles them, copies nothing
+        words = self._kept_words or self._chunk_memory(1, pinned)  # sessions copy without snapshots
+        for restores in (False, True):
+            self._copy(words, [0], 0, 0, restores)  # compiles them, copies nothing
         on_device, on_host = ring_bytes(shape)
         num_pinned = on_host * num_requests, chunk_bytes(shape) * num_chunks
         logger.info(

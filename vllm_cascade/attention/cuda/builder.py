@@ -426,10 +426,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             index=index,
             steps=mail.steps[at],
             table=mail.table[at],
-            logit_scale=None if scale is None else scale[index],
+            logit_scale=_aligned(scale, index),
             no_scores=self.no_scores[: len(rows)],
             scored=scored,
-            given=None if given is None else given[index],
+            given=_aligned(given, index),
             recall=recalled,
             saves=saves,
             recalls=recalls,
@@ -526,6 +526,14 @@ def _places(places: np.ndarray) -> slice | None:
     if int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
         return slice(first, first + len(places), 1)
     return None
+
+
+def _aligned(values: torch.Tensor | None, index: slice | torch.Tensor) -> torch.Tensor | None:
+    """Some tokens' values. Kernels are compiled for those that begin at a multiple of 16 bytes."""
+    if values is None:
+        return None
+    found = values[index]
+    return found if found.data_ptr() % 16 == 0 else found.clone()
 
 
 def _as_padding(common: CommonAttentionMetadata) -> CommonAttentionMetadata:

@@ -194,6 +194,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 forward=spec.policy.recalled,
             )
 
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What kernels are compiled for, of what layers with the same pages may differ in."""
+        layer = self._layer
+        assert layer is not None, "prepare comes first"
+        turning = None if layer.rotation is None else layer.rotation.shape[-1]
+        return turning, layer.is_neox, layer.softcap > 0, layer.slopes is None, layer.sinks is None
+
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare comes first"
         where = self._layer, self._pages, self._stored
