@@ -36,7 +36,6 @@ CACHES = {
     "vllm_cascade/attention/cpu/paths.py": {"_library", "_say_once"},  # no settings: nothing, text
     "vllm_cascade/engine/lookup.py": {"_per_request"},  # when a request is admitted
     "vllm_cascade/policies/beehive.py": {"_survivors"},  # in traces
-    "vllm_cascade/policies/schedule.py": {"compiled"},
 }
 """Functions that remember their results by their arguments."""
 HASHES = {"vllm_cascade/cache/snapshots.py": "a schedule's number and a block's hash"}

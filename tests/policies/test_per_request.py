@@ -5,6 +5,8 @@ How the front-end refuses: ``tests/engine/test_admission.py``; pages and snapsho
 ``tests/cache/test_own_policies.py``.
 """
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_cascade.policies import per_request as module
+from vllm_cascade.policies import remembered, schedule
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, resolve
@@ -46,7 +49,7 @@ def test_the_same_values_are_the_same_schedule(monkeypatch: pytest.MonkeyPatch) 
     assert requests.schedule({**asked, "forced": [1]}) is small is not requests.engine
     assert requests.schedule({"kv_policy": "sink", "kv_budget": 101}) is not small
     assert PerRequest(compiled(CASCADE)).schedule(asked) is small, "as in another part of vLLM"
-    compiled.cache_clear()  # a process forgets schedules that were not asked for in a long time
+    schedule._remembered.clear()  # a process forgets schedules that were not asked for in a long time
     monkeypatch.setattr(module, "compiled", lambda _: pytest.fail("compiled again"))
     assert requests.schedule(asked) is small
     for values in ({"kv_policy": "cascade"}, {"kv_budget": 1024}):
@@ -55,11 +58,34 @@ def test_the_same_values_are_the_same_schedule(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SCHEDULES", 5)
+    monkeypatch.setattr(remembered, "MAX_SCHEDULES", 5)
     requests = PerRequest(compiled(SINK))
     for budget in range(1, 30):
         assert requests.schedule({"kv_budget": budget}).policy.budget == budget
         assert len(requests._known) <= 5
+
+
+def test_their_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length of a short prompt has a table, which may be long; one in use stays the same."""
+    monkeypatch.setattr(schedule, "_remembered", remembered.Remembered())
+    engine = compiled(resolve({"name": "cascade", "budget": 512, "keep_prompt": 64}))
+    requests = PerRequest(engine)
+    first = requests.schedule(None, 1)
+    monkeypatch.setattr(remembered, "MAX_ROWS", 3 * first.num_rows + 300)
+    for length in range(2, 40):
+        assert requests.schedule(None, length).policy.keep_prompt == length
+        assert len(requests._known) <= 3 and len(schedule._remembered) <= 3
+    same = requests.schedule(None, 1) is first and compiled(engine.policy) is engine
+    assert same
+    gone = weakref.ref(first)
+    del first
+    for length in range(2, 10):
+        requests.schedule(None, length)
+    gc.collect()
+    assert gone() is None, "its memory is free"
+    monkeypatch.setattr(remembered, "MAX_ROWS", 1)
+    own = requests.schedule(None, 50)
+    assert requests.schedule(None, 50) is own and len(requests._known) == 1
 
 
 def test_a_budget_of_ones_own() -> None:

@@ -7,13 +7,14 @@ policy from these values, the length of its prompt and the engine's policy, so n
 sent.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_cascade.policies.arguments import FLAGS, KEYS, REQUEST, collect
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, policy_class, resolve, validated
-from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
+from vllm_cascade.policies.remembered import Remembered
+from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.settings import (
     CONFIG_KEY,
     Change,
@@ -30,7 +31,7 @@ class PerRequest:
 
     def __init__(self, engine: Schedule) -> None:
         self.engine = engine
-        self._known: dict[Hashable, Schedule] = {}
+        self._known: Remembered[Schedule] = Remembered()
 
     def schedule(
         self, extra_args: Mapping[str, Any] | None, prompt_len: int | None = None
@@ -49,16 +50,13 @@ class PerRequest:
         kept = most if prompt_len is None else self.engine.policy.kept(prompt_len)
         if not given and kept == most:
             return self.engine
-        key = kept, *given.items()
-        own = self._known.get(key)
-        if own is None:
+
+        def make() -> Schedule:
             policy = derive(self.engine.policy, given) if given else self.engine.policy
             policy = policy.model_copy(update={"keep_prompt": policy.kept(kept)})
-            own = self.engine if policy == self.engine.policy else compiled(policy)
-            if len(self._known) >= MAX_SCHEDULES:
-                self._known.clear()
-            self._known[key] = own
-        return own
+            return self.engine if policy == self.engine.policy else compiled(policy)
+
+        return self._known.get((kept, *given.items()), make)
 
 
 def derive(policy: Policy, given: Given) -> Policy:

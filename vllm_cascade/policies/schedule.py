@@ -22,10 +22,12 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.remembered import Remembered
 from vllm_cascade.policies.rules import Rules, Scoring
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
 
     from vllm_cascade.policies.execute import Plan
 
-MAX_SCHEDULES = 512
-"""Schedules cached per process; requests may set their own policies."""
 MAX_PLANS = 256
 """Stride plans cached per schedule; one takes up to 0.1 MB."""
 
@@ -110,6 +110,7 @@ class Schedule:
             ``leading``.
         score_columns: int32 ``[4]``, columns ``PER_AGE .. WEIGHT`` of a step row.
         scales_logits: True if the policy multiplies logits by a factor.
+        num_rows: rows of all tables, which its memory grows with.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -132,6 +133,7 @@ class Schedule:
         steps = self._until_recalled(steps)
         self._steps = steps
         self.transient, self.period, self.count = steps.transient, steps.period, steps.count
+        self.num_rows = len(steps.rules) + len(self._base.rules)
         self.peak = np.maximum.accumulate(steps.count)
         lengths = [len(todo) for todo in steps.rules]
         self.first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -390,10 +392,19 @@ def compared(
     return scores / age.clamp_min(1)
 
 
-@lru_cache(maxsize=MAX_SCHEDULES)
+_in_use: WeakValueDictionary[Policy, Schedule] = WeakValueDictionary()
+_remembered: Remembered[Schedule] = Remembered()
+
+
 def compiled(policy: Policy) -> Schedule:
-    """A policy's schedule, cached. Call it when an engine or a request starts, never in a step."""
-    return Schedule(policy)
+    """A policy's schedule. Call it when an engine or a request starts, never in a step.
+
+    As long as it is in use, it is compiled once: schedules are told apart by identity.
+    """
+    own = _in_use.get(policy)
+    own = _remembered.get(policy, lambda: Schedule(policy) if own is None else own)
+    _in_use[policy] = own
+    return own
 
 
 def by_schedule(schedules: Sequence[Schedule]) -> Iterator[tuple[Schedule, np.ndarray | slice]]:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules that were asked for before, within bounds: clients choose how many there are.
+
+With ``keep_prompt`` each length of a short prompt has its own, and some have a million rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import RLock
+from typing import Generic, Protocol, TypeVar
+
+MAX_SCHEDULES = 512
+"""Most schedules that are remembered."""
+MAX_ROWS = 1 << 21
+"""Most rows of all of them; the one that was asked for last may have more."""
+
+
+class HasRows(Protocol):
+    """Something with a table.
+
+    Attributes:
+        num_rows: rows and rules of the table, which its memory grows with.
+    """
+
+    num_rows: int
+
+
+Made = TypeVar("Made", bound=HasRows)
+
+
+class Remembered(Generic[Made]):
+    """What was made, by key. What was not asked for in a long time is forgotten."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, Made] = OrderedDict()  # least recently used first
+        self._num_rows = 0
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What was made for a key, or is made now."""
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+                return self._found[key]
+            own = self._found[key] = make()
+            self._num_rows += own.num_rows
+            while len(self) > 1 and (len(self) > MAX_SCHEDULES or self._num_rows > MAX_ROWS):
+                _, oldest = self._found.popitem(last=False)
+                self._num_rows -= oldest.num_rows
+            return own
+
+    def clear(self) -> None:
+        with self._lock:
+            self._found.clear()
+            self._num_rows = 0
