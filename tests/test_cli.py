@@ -126,6 +126,9 @@ def test_every_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "sink after 100 tokens: 12 kept" in capsys.readouterr().out
 
 
+PAGE = ["--text", __file__, "--model", "none"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -138,6 +141,15 @@ def test_every_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--tokens", "9", "--scores", "SMALL"], "scores must be an array"),
         (["--tokens", "3", "--scores", "HEADS", "--head", "2"], "--head 2: .* has 2 heads"),
         (["--scores", "missing.npy"], "missing.npy"),
+        (["--scores", "SEVERAL"], "several.npz: .* one array"),
+        (["--json", "FOLDER/none/a.json"], "--json .*/a.json: there is no folder .*none"),
+        (["--png", "FOLDER/none/a.png"], "--png .*/a.png: there is no folder .*none"),
+        (["--png", "FOLDER"], "--png .*: it is a folder"),
+        ([*PAGE, "--html", "FOLDER/none/a.html"], "--html .*/a.html: there is no folder .*none"),
+        ([*PAGE, "--html", "a.html", "--json", "a.json"], "--json has no effect with --html"),
+        ([*PAGE, "--html", "a.html", "--tokens", "1000"], "--tokens has no effect with --html"),
+        (["--layer", "0"], "--layer has no effect without --html"),
+        (["--beside", "h2o"], "--beside has no effect without --html"),
     ],
 )
 def test_errors(
@@ -145,9 +157,11 @@ def test_errors(
 ) -> None:
     np.save(tmp_path / "small.npy", np.zeros((4, 4)))
     np.save(tmp_path / "heads.npy", np.zeros((2, 4, 4)))
-    files = {"SMALL": tmp_path / "small.npy", "HEADS": tmp_path / "heads.npy"}
+    np.savez(tmp_path / "several.npz", a=np.zeros((4, 4)))
+    files = {"SMALL": "small.npy", "HEADS": "heads.npy", "SEVERAL": "several.npz"}
+    places = {name: str(tmp_path / file) for name, file in files.items()}
     with pytest.raises(SystemExit):
-        main(["trace", *(str(files.get(flag, flag)) for flag in flags)])
+        main(["trace", *(places.get(f, f.replace("FOLDER", str(tmp_path))) for f in flags)])
     assert re.search(message, capsys.readouterr().err)
 
 

@@ -16,6 +16,11 @@ from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 from vllm_cascade.policies.simulate import Step, simulate
 
+STREAM = {"tokens": 1000, "scores": None, "head": 0, "every": 1, "json": None, "png": None}
+"""Flags of ``trace`` without a model, and their defaults."""
+PAGE = {"text": None, "model": None, "layer": None, "beside": ()}
+"""The same for a page of a text: flags that ``--html`` needs or takes."""
+
 
 def show_policies() -> None:
     """Print a table of all policies with their settings, defaults and sources."""
@@ -43,12 +48,16 @@ def trace(args: argparse.Namespace) -> None:
 
     Raises:
         KVPolicyError: the settings are invalid.
-        ValueError: another flag or the shape of the scores is invalid, or there is no matplotlib.
+        ValueError: another flag or the shape of the scores is invalid, flags exclude one another,
+            or there is no matplotlib.
     """
     settings = parse(vars(args), FLAGS)
     if settings is None:
         raise KVPolicyError("full keeps every token; choose another --kv-policy to trace")
-    if args.html:
+    _complete(args)
+    for flag in ("html", "json", "png"):
+        _check_place(f"--{flag}", getattr(args, flag, None))
+    if args.html is not None:
         write_html(args, settings)
         return
     for flag in ("tokens", "every"):
@@ -57,13 +66,7 @@ def trace(args: argparse.Namespace) -> None:
     if args.png and find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib: pip install matplotlib")
     policy = resolve(settings)
-    probs = None
-    if args.scores:
-        probs = np.load(args.scores)
-        if probs.ndim == 3:
-            if not 0 <= args.head < len(probs):
-                raise ValueError(f"--head {args.head}: {args.scores} has {len(probs)} heads")
-            probs = probs[args.head]
+    probs = load_scores(args.scores, args.head) if args.scores else None
     steps = list(simulate(policy, args.tokens, probs, args.every))
     if not steps:
         raise ValueError(f"--every {args.every} is more than --tokens {args.tokens}")
@@ -71,9 +74,54 @@ def trace(args: argparse.Namespace) -> None:
     if args.json:
         resolved = {"name": policy.name, **policy.model_dump()}
         document = {"policy": resolved, "steps": [vars(step) for step in steps]}
-        Path(args.json).write_text(json.dumps(document))
+        args.json.write_text(json.dumps(document))
     if args.png:
-        draw(policy, steps, Path(args.png))
+        draw(policy, steps, args.png)
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Fill in the defaults of a trace's flags.
+
+    Raises:
+        ValueError: a flag that would be ignored, with or without ``--html``.
+    """
+    mine, others = (STREAM, PAGE) if args.html is None else (PAGE, STREAM)
+    for flag in others:
+        if flag in args:
+            how = "without" if args.html is None else "with"
+            raise ValueError(f"--{flag} has no effect {how} --html")
+    for flag, default in mine.items():
+        setattr(args, flag, getattr(args, flag, default))
+
+
+def _check_place(flag: str, path: Path | None) -> None:
+    """Check before the work that its result can be written.
+
+    Raises:
+        ValueError: there is no folder for the file, or the path is a folder.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: it is a folder; name a file in it")
+
+
+def load_scores(path: str, head: int) -> np.ndarray:
+    """The array of ``--scores``, or one head of it.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or has no such head.
+    """
+    found = np.load(path)
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"--scores {path}: it must be a .npy file of one array, not .npz")
+    if found.ndim == 3:
+        if not 0 <= head < len(found):
+            raise ValueError(f"--head {head}: {path} has {len(found)} heads")
+        found = found[head]
+    return found
 
 
 def write_html(args: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -139,8 +187,7 @@ def idf(args: argparse.Namespace) -> None:
         OSError: a file cannot be read or written.
         ValueError: the corpus has no text, or there is no folder for the table.
     """
-    if not args.out.parent.is_dir():
-        raise ValueError(f"--out {args.out}: there is no folder {args.out.parent}")
+    _check_place("--out", args.out)
     from vllm.tokenizers import get_tokenizer
 
     from vllm_cascade.policies.idf import build_from_files
@@ -226,23 +273,28 @@ def parser() -> argparse.ArgumentParser:
     commands = main_parser.add_subparsers(dest="command", required=True)
     commands.add_parser("policies", help="list the policies, their settings and sources")
     tracer = commands.add_parser("trace", help="show which tokens a policy keeps, without a model")
-    tracer.add_argument("--tokens", type=int, default=1000, help="length of the stream")
+    # The defaults depend on --html, with which flags of a stream are refused.
+    absent: dict[str, Any] = {"default": argparse.SUPPRESS}
+    tracer.add_argument("--tokens", type=int, **absent, help="length of the stream (default: 1000)")
     tracer.add_argument(
         "--scores",
+        **absent,
         help=".npy of attention probabilities [T, T] or [heads, T, T], row = query; for dgc's "
         "tfidf: [T], the tokens' importance",
     )
-    tracer.add_argument("--head", type=int, default=0, help="which head of --scores")
-    tracer.add_argument("--every", type=int, default=1, help="tokens between two steps")
-    tracer.add_argument("--json", help="write every step here")
-    tracer.add_argument("--png", help="draw every step here")
+    tracer.add_argument("--head", type=int, **absent, help="which head of --scores (default: 0)")
+    tracer.add_argument("--every", type=int, **absent, help="tokens between two steps (default: 1)")
+    tracer.add_argument("--json", type=Path, **absent, help="write every step here")
+    tracer.add_argument("--png", type=Path, **absent, help="draw every step here")
     page = tracer.add_argument_group("a page", "of a text that runs through an engine")
     page.add_argument("--html", type=Path, help="write the page here")
-    page.add_argument("--text", type=Path, help="the text, UTF-8")
-    page.add_argument("--model", help="the model's name or folder")
-    page.add_argument("--layer", type=int, help="which attention layer (default: the middle one)")
+    page.add_argument("--text", type=Path, **absent, help="the text, UTF-8")
+    page.add_argument("--model", **absent, help="the model's name or folder")
     page.add_argument(
-        "--beside", nargs="+", default=[], help="more policies: names, or objects of settings"
+        "--layer", type=int, **absent, help="which attention layer (default: the middle one)"
+    )
+    page.add_argument(
+        "--beside", nargs="+", **absent, help="more policies: names, or objects of settings"
     )
     checker = commands.add_parser(
         "check", help="compare a policy's kernels with PyTorch on this machine"

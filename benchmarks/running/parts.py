@@ -3,8 +3,9 @@
 
 Beside a result's JSON lies a folder of parts: one file an arm, one line a finished item (a stream
 of a perplexity arm, a prompt of a recall arm). The file's name says what determines the arm: its
-settings, the model, and the code that ran. A line says what determines the item: its tokens.
-Nothing else may matter, so equal names mean equal results, whatever else the run was about.
+settings, the model, and the code that ran. A line says what determines the item: its tokens and,
+if an engine reads several streams at a time, those of its group. Nothing else may matter, so equal
+names mean equal results, whatever else the run was about.
 """
 
 import functools

@@ -37,7 +37,14 @@ class Job(arms.EngineJob):
 
     @property
     def keys(self) -> list[str]:
-        return [parts.digest_of_tokens(stream.token_ids) for stream in self.streams]
+        """A stream's tokens and, as its group shares time and counters, those of the group."""
+        own = [parts.digest_of_tokens(stream.token_ids) for stream in self.streams]
+        groups = (own[begin : begin + self.group] for begin in range(0, len(own), self.group))
+        return [
+            key if len(group) == 1 else f"{key}-{parts.digest([place, *group])}"
+            for group in groups
+            for place, key in enumerate(group)
+        ]
 
     def determines(self) -> dict[str, Any]:
         window = {"window": self.window, "window_stride": self.stride} if self.window else {}
@@ -121,8 +128,9 @@ def run_on(llm: "LLM", job: Job) -> Scored:
     prepare(llm, job.streams[0].token_ids[:most])
 
     def work(places: list[int]) -> Iterable[dict[int, Any]]:
-        for begin in range(0, len(places), job.group):
-            group = places[begin : begin + job.group]
+        # Also what is kept of a group whose last lines were cut off.
+        for begin in sorted({place // job.group * job.group for place in places}):
+            group = range(begin, min(begin + job.group, len(job.streams)))
             read = _read(llm, job, [job.streams[place] for place in group])
             yield {place: one.as_json() for place, one in zip(group, read, strict=True)}
 

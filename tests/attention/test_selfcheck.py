@@ -139,6 +139,15 @@ def test_the_cpus_library_passes(name: str) -> None:
     assert check(name, CPUKVPolicyBackend)
 
 
+@pytest.mark.parametrize("name", ["sink", "lazy"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_scores_that_nothing_reads_may_differ(name: str, drafts: int) -> None:
+    """C++ does not write them, and the pools start as NaN."""
+    settings = {**POLICIES["recall"], "name": name}
+    one = Check(resolve(settings), SHAPE, CPUKVPolicyBackend, CPU, 1, drafts)
+    assert "scores" not in {row.compared for row in one.run()}
+
+
 LONG = {"name": "h2o", "budget": 256, "num_sinks": 4, "prefill_stride": 64}
 """Hundreds of tokens' scores are compared in a prompt."""
 
@@ -456,6 +465,17 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert bool(certify.certify(other, (SHAPE,), DEVICES["cpu"], CPU, mode)) == (mode != "off")
     with pytest.raises(KVPolicyError, match="choose from off, once, always"):
         certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, "never")
+
+
+def test_a_verdict_does_not_depend_on_the_hosts_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which recall takes a share that differs from start to start."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    policy = resolve({**POLICIES["recall"], "recall_memory": 4.123})
+    assert certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU)
+    other = policy.model_copy(update={"recall_memory": 4.124})
+    assert not certify.certify(other, (SHAPE,), DEVICES["cpu"], CPU)
 
 
 @pytest.mark.parametrize(

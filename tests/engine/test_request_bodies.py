@@ -44,6 +44,7 @@ def test_wrong_places(body: Message, key: str, message: str) -> None:
 
 
 GENERATE, SCORING = "/prefix/inference/v1/generate", "/generative_scoring"
+COHERE = "/cohere/v2/chat"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,8 @@ GENERATE, SCORING = "/prefix/inference/v1/generate", "/generative_scoring"
         ),
         (SCORING, {"vllm_xargs": {"kv_budget": 5}}, "kv_budget", "has no effect: .*leave it out"),
         ("/v1/systemone", {"kv_budget": 5}, "kv_budget", "has no effect: .*/v1/systemone"),
+        (COHERE, {"vllm_xargs": {"kv_budget": 5}}, "kv_budget", "has no effect: .*/cohere/v2/chat"),
+        (COHERE, {"kv_recall": 5}, "kv_recall", "has no effect: .*leave it out"),
         (
             "/v1/completions",
             {"use_beam_search": True, "vllm_xargs": {"kv_session": "a"}},

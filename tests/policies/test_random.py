@@ -64,6 +64,21 @@ def test_it_keeps_a_uniform_sample_of_what_left_the_window() -> None:
     assert abs(old.mean() - share) < 1e-9 and np.abs(old - share).max() < 4.5 * spread
 
 
+@pytest.mark.parametrize("num", [1, 4, 5, 13])
+def test_a_sample_of_units_is_a_reservoir(num: int) -> None:
+    """Half of the budget is the window, rounded down to units; all numbers of a unit count."""
+    unit, seen, sinks = 8, 150, 1
+    window = max(num // 2, 1)
+    for seed in range(5):
+        raw = {"name": "random", "budget": num * unit, "unit": unit, "seed": seed}
+        *_, last = simulate(resolve(raw), seen * unit, every=seen * unit)
+        worth = drawn(seed, 0, seen * unit).reshape(seen, unit).sum(1)
+        older = np.arange(sinks, seen - window)
+        sample = older[np.argsort(worth[older])[::-1][: num - window]]
+        units = [*range(sinks), *sorted(sample.tolist()), *range(seen - window, seen)]
+        assert last.kept == [u * unit + i for u in units for i in range(unit)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"seed": -1}, "seed"), ({"seed": 1 << 32}, "seed"), ({"window": 33}, "at most 32")],

@@ -214,6 +214,16 @@ def test_settings_are_named_as_they_were_written(
         resolve(given, max_position=1024)
 
 
+@pytest.mark.parametrize("given", [{}, {"kv_budget": 1}])
+def test_a_default_that_does_not_fit_is_called_one(given: dict[str, int]) -> None:
+    """In a model with four positions there is none that does."""
+    written = parse({"kv_policy": "dgc", **given}, FLAGS)
+    assert written is not None
+    whose = "" if given else "the default "
+    with pytest.raises(KVPolicyError, match=f"^{whose}--kv-budget 1 leaves no room for a global"):
+        resolve(written, max_position=4)
+
+
 # --------------------------------------------------------------------- units of several tokens
 
 NUMBER = "set it to a number of tokens, at least 1, or to 'page'"

@@ -505,8 +505,8 @@ class Check:
                 yield self._row(step, "stored units", self._stored(len(step.firsts)), tolerance)
         yield self._row(step, "output", error_of(runs[0][0], expected), tolerance)
         for name, error in self._pages(step):
-            if name == "scores" and self.spec.schedule.keeps_newest is not None:
-                continue  # no kernel reads them
+            if name == "scores" and not self._has_scores:
+                continue
             yield self._row(step, name, error, bounds.get(name, tolerance))
         differ = [
             not torch.equal(_bits(x), _bits(first))
@@ -535,9 +535,18 @@ class Check:
                 side.impl.undo(Undone(undone.rows.to(device), undone.table.to(device)))
         known = replace(step, lengths=(1,) * len(step.lengths))
         for what, error in self._pages(known):
-            if what != "scores" or self.spec.schedule.keeps_newest is None:
+            if what != "scores" or self._has_scores:
                 bound = TOLERANCE[self.shape.dtype] + self._step * (what == "rows")
                 yield self._row(step, f"{what.removeprefix('kept ')} without drafts", error, bound)
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether kernels read scores. If not, they need not write them either.
+
+        Where evicted tokens are merged, a score counts what was merged into its token.
+        """
+        policy = self.spec.policy
+        return policy.scoring.source != "none" or policy.merge_into is not None
 
     @property
     def _step(self) -> float:

@@ -173,9 +173,10 @@ def _facts(entry: Device) -> dict[str, Any]:
 
 
 def _verdict_file(policy: Policy, shapes: Sequence[LayerShape], entry: Device, drafts: int) -> Path:
+    settings = policy.model_dump(exclude={"recall_memory"})  # depends on the host's free memory
     key = _facts(entry) | {
         "shapes": repr(tuple(shapes)),
-        "policy": [policy.name, policy.model_dump()],
+        "policy": [policy.name, settings],
         "drafts": drafts,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()

@@ -22,6 +22,7 @@ MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
 PLACES = {
     "/inference/v1/generate": ("sampling_params", "extra_args"),
     "/generative_scoring": None,
+    "/cohere/v2/chat": None,
     "/v1/systemone": None,
 }
 """Where endpoints have arguments that reach the engine, if not in ``vllm_xargs``."""
@@ -75,10 +76,10 @@ def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
 def _correction(key: str, value: Any, place: tuple[str, ...] | None) -> str:
     """The message about a key that is not at its place."""
     if place is None:
+        without = ", ".join(end for end, one in PLACES.items() if one is None)
         return (
             f"{key} has no effect: vLLM passes no arguments of a request on with use_beam_search, "
-            f"nor from {' and '.join(end for end, one in PLACES.items() if one is None)}; leave "
-            "it out"
+            f"nor from {without}; leave it out"
         )
     right: Any = {plain_key(key): value}
     for name in reversed(place):

@@ -36,7 +36,7 @@ class Random(Recent):
 
     @property
     def score_lag(self) -> int:
-        return self.recent
+        return self.in_units.recent * self.unit  # half of an odd number of units is rounded down
 
 
 def mixed(numbers: np.ndarray) -> np.ndarray:

@@ -132,7 +132,8 @@ def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
         return attempt({})
     except Misfit as misfit:
         good = misfit.good(attempt)
-        raise KVPolicyError(misfit.message(good, given.name), good) from None
+        whose = "" if misfit.key in given else "the default "
+        raise KVPolicyError(whose + misfit.message(good, given.name), good) from None
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
