@@ -348,7 +348,9 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
     )
     builders = [CUDABuilder.__new__(CUDABuilder) for _ in range(2)]
     builders[0].layer_names, builders[1].layer_names = ["b", "a", "d"], ["c"]
-    impls = {name: SimpleNamespace(variant=variant) for name, variant in zip("abcd", "xyzy", strict=True)}
+    impls = {
+        name: SimpleNamespace(variant=variant) for name, variant in zip("abcd", "xyzy", strict=True)
+    }
     layers = {n: SimpleNamespace(impl=impls[n], kv_cache=f"{n}.pool") for n in impls}
     monkeypatch.setattr(worker, "_builders", lambda: builders)
     monkeypatch.setattr(worker, "_attention_layers", lambda: layers)

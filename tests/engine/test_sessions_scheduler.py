@@ -94,7 +94,7 @@ def test_a_name_is_its_clients_own(scheduler: Any) -> None:
 
 @pytest.mark.parametrize("keep", [0, 128])
 def test_turns_that_keep_more_of_their_prompts_continue(keep: int) -> None:
-    """``keep_prompt`` keeps of each turn's prompt, which is longer; states differ once tokens go."""
+    """``keep_prompt`` keeps more of each turn's prompt; states differ once tokens are evicted."""
     settings = {"kv_sessions": True, "kv_policy": "sink", "kv_budget": 64, "kv_keep_prompt": keep}
     scheduler = make_scheduler(KVPolicyScheduler, num_pages=80, **settings)
     index = index_of(scheduler)

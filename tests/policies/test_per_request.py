@@ -49,7 +49,7 @@ def test_the_same_values_are_the_same_schedule(monkeypatch: pytest.MonkeyPatch) 
     assert requests.schedule({**asked, "forced": [1]}) is small is not requests.engine
     assert requests.schedule({"kv_policy": "sink", "kv_budget": 101}) is not small
     assert PerRequest(compiled(CASCADE)).schedule(asked) is small, "as in another part of vLLM"
-    schedule._remembered.clear()  # a process forgets schedules that were not asked for in a long time
+    schedule._remembered.clear()  # what was not asked for in a long time is forgotten
     monkeypatch.setattr(module, "compiled", lambda _: pytest.fail("compiled again"))
     assert requests.schedule(asked) is small
     for values in ({"kv_policy": "cascade"}, {"kv_budget": 1024}):

@@ -158,18 +158,16 @@ class RingUnits:
         noted, self._recall.judged = self._recall.judged or [], None
         found: dict[int, torch.Tensor] = {}
         names = {number: name for name, number in self._rings.rings.items()}
-        for rows, evidence in noted:
+        for rows, worth in noted:
             for row, columns in enumerate(rows.recall.tolist()):
                 if columns[HOW] == JUDGED:
                     name = names[columns[RING] // self._rings.shape.most_units]
-                    judged = evidence[row, :, : columns[END] - columns[BEGIN]]
+                    judged = worth[row, :, : columns[END] - columns[BEGIN]]
                     found.setdefault(Named.NAMES.index(name), judged.cpu())
         return found
 
 
-def opened(
-    stores: UnitStores, first_pages: Sequence[int], recall: Any
-) -> LogUnits | RingUnits:
+def opened(stores: UnitStores, first_pages: Sequence[int], recall: Any) -> LogUnits | RingUnits:
     """Let two requests begin.
 
     Args:

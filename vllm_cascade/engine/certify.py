@@ -30,7 +30,6 @@ from vllm_cascade.policies.registry import validated
 from vllm_cascade.policies.settings import Given, KVPolicyError, Misfit
 from vllm_cascade.step.drafts import most_drafts
 
-
 MOST_CHECKED = 2048
 """Largest budget, and longest kept prompt, in tokens, that is checked."""
 

@@ -244,11 +244,11 @@ class SchedulerSessions:
         return known[history]
 
     def _contexts(self, request: Request) -> dict[str, int]:
-        """The contexts of a request's states, each with the longest prefix, in tokens, it holds for."""
+        """The contexts of a prompt's states, each with the longest prefix that it holds for."""
         num = len(request.prompt_token_ids or ())
         schedule = self._schedule_of(request)
-        complete = range(num + 1)
-        whole = bisect_left(complete, True, key=lambda t: schedule.count_at(t) < t) - 1
+        lengths = range(num + 1)
+        whole = bisect_left(lengths, True, key=lambda t: schedule.count_at(t) < t) - 1
         found = {self.context(request, most): most for most in (whole, num)}
         return {context: most for context, most in found.items() if context is not None}
 
