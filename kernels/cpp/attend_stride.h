@@ -31,6 +31,8 @@ namespace {
 
 constexpr int64_t LOGITS = 1 << 16;  // fp32 logits per tile and thread: a quarter of an L2 cache
 constexpr int64_t DEPTH = 128;       // keys whose values stay in L1 over a tile's rows
+constexpr int64_t MASSES = 1 << 22;  // fp32 sums of all heads' runs: 16 MiB, more for `RUNS` of them
+constexpr int64_t RUNS = 512;        // of all heads, so that many threads are done about together
 
 // The cache and the stride as dense matrices: cached tokens in slot order, then new ones. A number
 // holds `DEPTHS` channels of a key, or one channel of `DEPTHS` tokens' values.
@@ -40,10 +42,11 @@ struct Packed {
   int64_t padded;                // keys, rounded up to COLUMNS
   int64_t width, value_width;    // channels of keys and of values, rounded up to W
   int64_t tile, tiles;           // queries per tile; tiles
+  int64_t run, runs;             // tiles per run, one after the other by one thread; runs
   int64_t depth;                 // numbers per query
   Number* keys;                  // [H, padded / COLUMNS, depth, COLUMNS], transposed blocks
   Number* values;                // [H, padded / DEPTHS, value_width]
-  float* mass;                   // [H * G, tiles, padded]
+  float* mass;                   // [H * G, runs, padded]
   int32_t *slot, *rank;          // [S, cached], slots and ranks of the keys, unit by unit
 };
 
@@ -86,6 +89,15 @@ struct Work {
     return layer.scale_of(stride.pages[slot / layer.block_size], head, slot % layer.block_size);
   }
 };
+
+// Tiles that add to one row of sums. Where keys are many, a row for each tile would take as much memory as
+// a sixth of all logits. The number of threads has no part in it, because sums must not depend on that.
+template <class T>
+int64_t tiles_of_a_run(const Layer& layer, const Packed<T>& packed) {
+  const int64_t heads = layer.num_queries();
+  const int64_t most = std::max(MASSES / (heads * packed.padded), (RUNS + heads - 1) / heads);
+  return (packed.tiles + most - 1) / most;
+}
 
 // Lists the slots that hold a token, and their ranks: `work.cached` of them.
 template <class T>
@@ -238,10 +250,11 @@ inline void pack_exponentials(float* x, int64_t end, uint32_t* to) {
 }
 #endif
 
-// Attention of one query head for one tile of the stride's queries.
+// Attention of one query head for one tile of the stride's queries. What they give to keys is added to
+// `mass`, with `weights`.
 template <class T>
 void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, int64_t head,
-            int64_t tile) {
+            int64_t tile, float* mass) {
   static thread_local Scratch scratch;
   typedef typename Work<T>::N N;
   typedef typename N::Number Number;
@@ -266,8 +279,6 @@ void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, 
                 packed.keys + (kv_head * packed.padded + j) * packed.depth, COLUMNS,
                 logits + r * end + j, end, packed.depth, false);
   }
-  float* mass = packed.mass + (head * packed.tiles + tile) * packed.padded;
-  if (weights) std::fill(mass, mass + packed.padded, 0.0f);
   for (int64_t r = 0; r < n; r++) {
     float* x = logits + r * end;
     const int64_t position = first + r;
@@ -310,6 +321,17 @@ void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, 
     T* to = work.output(begin + r, head);
     narrow_row(to, acc + r * value_width, inverse[r], layer.value_size);
   }
+}
+
+// The same for the tiles of a run, in order.
+template <class T>
+void attend_run(const Work<T>& work, const Packed<T>& packed, const float* weights, int64_t head,
+                int64_t run) {
+  float* mass = weights ? packed.mass + (head * packed.runs + run) * packed.padded : nullptr;
+  if (weights) std::fill(mass, mass + packed.padded, 0.0f);
+  const int64_t end = std::min((run + 1) * packed.run, packed.tiles);
+  for (int64_t tile = run * packed.run; tile < end; tile++)
+    attend(work, packed, weights, head, tile, mass);
 }
 
 }  // namespace

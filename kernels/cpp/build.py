@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -26,6 +27,10 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
 COMPILERS = ("c++", "g++", "clang++")
+LINKER_FAILED = ("ld returned", "linker command failed")
+CAUSES = (("error",), ("cannot find", "undefined reference", "failed:"), ("/ld:",))
+"""Words in lines of a compiler's messages that say what failed; the first ones say it best."""
+NO_ROOM = "; set VLLM_CACHE_ROOT and TMPDIR to folders with room"
 TIMEOUT = 300.0
 """Seconds; a compile takes about fifteen."""
 
@@ -39,21 +44,29 @@ def cache_folder() -> Path:
     root = os.environ.get("VLLM_CACHE_ROOT")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
-    return Path(root).expanduser() / "vllm_cascade"
+    # Without a home directory ~ stays, as in vLLM; the compiler runs in another working directory.
+    return Path(os.path.abspath(os.path.expanduser(root))) / "vllm_cascade"
 
 
-def find_compiler() -> str:
-    """``$CXX``, or the first C++ compiler on the path.
+def find_compiler() -> list[str]:
+    """The command ``$CXX``, maybe with a launcher or options, or the first compiler on the path.
 
     Raises:
         BuildError: there is none.
     """
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else COMPILERS:
+    wanted = os.environ.get("CXX", "").strip()
+    for name, *options in ([wanted], _words(wanted)) if wanted else ([name] for name in COMPILERS):
         found = shutil.which(name)
         if found:
-            return found
+            return [os.path.abspath(found), *options]
     raise BuildError(f"no C++ compiler ({wanted or ', '.join(COMPILERS)})")
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quotation mark without its counterpart
+        return [command]
 
 
 def sources() -> list[Path]:
@@ -127,8 +140,8 @@ def _is_whole(library: Path) -> bool:
         return False
 
 
-def _key(compiler: str) -> str:
-    parts = [compiler, *FLAGS, _run([compiler, "--version"]), _processor()]
+def _key(compiler: list[str]) -> str:
+    parts = [*compiler, *FLAGS, _run([*compiler, "--version"]), _processor()]
     parts += [file.read_text("utf-8") for file in sorted(SOURCES.glob("*.[ch]*"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -143,10 +156,10 @@ def _processor() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: list[str], target: Path) -> None:
     partial = target.with_suffix(f".{os.getpid()}.partial")
     try:
-        _run([compiler, *FLAGS, "-o", str(partial), *map(str, sources())])
+        _run([*compiler, *FLAGS, "-o", str(partial), *map(str, sources())])
         description = _describe(partial)
         _put(partial, target)
         partial.write_text(description, "ascii")
@@ -162,14 +175,31 @@ def _put(partial: Path, target: Path) -> None:
     os.replace(partial, target)
 
 
+def _reason(stderr: str) -> str:
+    """The line that says why a compile failed; a linker's, rather than that the linker failed."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    own = [line for line in lines if not any(words in line for words in LINKER_FAILED)]
+    for words in CAUSES:
+        for line in own:
+            if any(word in line for word in words):
+                return line + (NO_ROOM if "No space left on device" in line else "")
+    return next(reversed(own or lines), "no message")
+
+
 def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=TIMEOUT, cwd=SOURCES
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+            timeout=TIMEOUT,
+            cwd=SOURCES,
+            env={**os.environ, "LC_ALL": "C"},  # the words that _reason searches
         )
     except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or ["no message"]
-        raise BuildError(f"{command[0]} failed: {lines[0]}") from error
+        raise BuildError(f"{command[0]} failed: {_reason(error.stderr)}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} failed: {error}") from error
     return done.stdout

@@ -16,10 +16,10 @@ void unit_masses(const Work<T>& work, const Packed<T>& packed, int64_t set, floa
   const int64_t units = round_up(work.old_units + work.new_units, W);
   std::vector<float> of_token(round_up(packed.padded + unit, W)), of_unit(heads * units);
   for (int64_t q = 0; q < heads; q++) {
-    const float* mass = packed.mass + (set * heads + q) * packed.tiles * packed.padded;
+    const float* mass = packed.mass + (set * heads + q) * packed.runs * packed.padded;
     for (int64_t j = 0; j < packed.padded; j += W) {
       vf sum = load(mass + j);
-      for (int64_t t = 1; t < packed.tiles; t++) sum += load(mass + t * packed.padded + j);
+      for (int64_t r = 1; r < packed.runs; r++) sum += load(mass + r * packed.padded + j);
       store(of_token.data() + j, sum);
     }
     for (int64_t u = 0; u < work.old_units + work.new_units; u++) {

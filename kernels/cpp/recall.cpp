@@ -27,8 +27,9 @@ struct Found {
 
 // --- all keys of the judged units ----------------------------------------------------------------
 
-// W rows of n 4-byte numbers to n rows of W.
-inline void across(const int32_t* const* from, int64_t n, int32_t flip, int32_t* to) {
+// W rows of n 4-byte numbers to n rows of W. `flip`: bits that are inverted.
+template <class Number>
+void across(const Number* const* from, int64_t n, int32_t flip, Number* to) {
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     vf square[W];
@@ -42,7 +43,12 @@ inline void across(const int32_t* const* from, int64_t n, int32_t flip, int32_t*
     }
   }
   for (; i < n; i++)
-    for (int u = 0; u < W; u++) to[i * W + u] = from[u][i] ^ flip;
+    for (int u = 0; u < W; u++) {
+      int32_t bits;
+      std::memcpy(&bits, from[u] + i, sizeof(bits));
+      bits ^= flip;
+      std::memcpy(to + i * W + u, &bits, sizeof(bits));
+    }
 }
 
 // Logits, without the queries' steps, of `Rows` queries for `Keys` keys of each unit, `[Rows, unit, W]`;
@@ -173,7 +179,7 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
       for (int64_t at = 0; at < words * unit; at += 16) __builtin_prefetch(keys.next[u] + at, 0, 2);
     float* scale = scratch.take((words + 1) * unit * W);
     int32_t* turned = (int32_t*)(scale + unit * W);
-    across((const int32_t* const*)keys.scales, unit, 0, (int32_t*)scale);
+    across(keys.scales, unit, 0, scale);
     across(keys.codes, words * unit, SIGNS, turned);
     keys.turned = turned, keys.turned_scales = scale;
     for (; row + QUERIES <= end; row += QUERIES)

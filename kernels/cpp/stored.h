@@ -33,13 +33,21 @@ static inline float widen(int8 x) { return x.bits; }
 #ifdef HAS_FP16
 // Processors convert fp16, so codes become such: exponents of an e4m3 are 8 smaller there.
 typedef _Float16 v16 __attribute__((vector_size(2 * W)));
+// Bits of a sign-extended e4m3 as an fp16's. The shift copies the sign to the exponent's highest bit,
+// where `^` clears it. Only of a NaN all lower bits are set: the sum carries into that bit, which `^` then
+// sets, and the exponent is fp16's largest.
+template <class Bits>
+static inline Bits half_bits(Bits code) {
+  const Bits bits = code << 7;
+  return bits ^ ((bits + 0x80) & 0x4000);
+}
 static inline vf load(const e5m2* from) {
   const vh bits = __builtin_convertvector(load_as<vb>(from), vh) << 8;
   return __builtin_convertvector((v16)bits, vf);
 }
 static inline vf load(const e4m3* from) {
-  const vh bits = __builtin_convertvector(load_as<vb>(from), vh);
-  return __builtin_convertvector((v16)((bits & 0x80) << 8 | (bits & 0x7F) << 7), vf) * 256.0f;
+  const vh code = __builtin_convertvector(load_as<vc>(from), vh);
+  return __builtin_convertvector((v16)half_bits(code), vf) * 256.0f;
 }
 static inline float widen_bits(uint16_t bits) {
   fp16 x;
@@ -48,7 +56,7 @@ static inline float widen_bits(uint16_t bits) {
 }
 static inline float widen(e5m2 x) { return widen_bits(x.bits << 8); }
 static inline float widen(e4m3 x) {
-  return widen_bits((x.bits & 0x80) << 8 | (x.bits & 0x7F) << 7) * 256.0f;
+  return widen_bits(half_bits((uint16_t)(int8_t)x.bits)) * 256.0f;
 }
 #endif
 

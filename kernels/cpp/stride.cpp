@@ -17,8 +17,10 @@ void run(const Layer& layer, const Stride& stride, const Rows& rows) {
   packed.depth = (layer.head_size + Work<T>::N::DEPTHS - 1) / Work<T>::N::DEPTHS;
   packed.tile = std::max<int64_t>(LOGITS / packed.padded / ROWS, 1) * ROWS;
   packed.tiles = (work.num_tokens + packed.tile - 1) / packed.tile;
+  packed.run = scored ? tiles_of_a_run(layer, packed) : 1;
+  packed.runs = (packed.tiles + packed.run - 1) / packed.run;
   const int64_t keys = layer.num_heads * packed.padded;
-  const int64_t masses = scored ? layer.num_queries() * packed.tiles * packed.padded : 0;
+  const int64_t masses = scored ? layer.num_queries() * packed.runs * packed.padded : 0;
   const int64_t listed = layer.num_sets * work.cached;
   const int64_t values = keys / Work<T>::N::DEPTHS * packed.value_width;
   packed.mass = scratch.take(masses + keys * packed.depth + values + 2 * listed + 32);
@@ -38,8 +40,8 @@ void run(const Layer& layer, const Stride& stride, const Rows& rows) {
         if (layer.attends) pack(work, packed, head, block);
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t head = 0; head < layer.num_queries(); head++)
-      for (int64_t tile = 0; tile < packed.tiles; tile++)
-        if (layer.attends) attend(work, packed, scored ? weights.data() : nullptr, head, tile);
+      for (int64_t run = 0; run < packed.runs; run++)
+        if (layer.attends) attend_run(work, packed, scored ? weights.data() : nullptr, head, run);
 #pragma omp for schedule(dynamic)
     for (int64_t set = 0; set < layer.num_sets; set++)
       if (layer.inserts) insert(work, packed, set);

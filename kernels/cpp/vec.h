@@ -193,7 +193,7 @@ static inline vf vexp(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  vi bits = (vi)p + ((vi)shifted << 23);  // magic's own bits are shifted out
+  vu bits = (vu)p + ((vu)shifted << 23);  // magic's own bits are shifted out
   return x < splat(-87.0f) ? vf{} : (vf)bits;
 }
 
@@ -215,7 +215,7 @@ static inline vf vexp2(vf x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-  return x < splat(-126.0f) ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
+  return x < splat(-126.0f) ? vf{} : (vf)((vu)p + ((vu)shifted << 23));
 #endif
 }
 

@@ -4,6 +4,7 @@
 import errno
 import gc
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.attention.steps import step_of
 from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
 from tests.conftest import ROOT
 from vllm_cascade.attention.cpu import native, paths
@@ -218,6 +220,43 @@ def test_long_caches_cross_tiles(dtype: torch.dtype) -> None:
     run_mixed_requests("native", shape, chosen, [530, 60], [532, 62], 0, tolerance=tolerance)
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_scores_of_a_long_stride_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of queries share their sums; which ones does not depend on the number of threads."""
+    monkeypatch.setenv(paths.SWITCH, "native")
+    num_threads, num_tokens, group = torch.get_num_threads(), 4096, 8
+    shape = Shape(num_kv_heads=1, group=group, block_size=128)
+    query = torch.randn(num_tokens, group, 16)
+    key, value = torch.randn(2, num_tokens, 1, 16)
+    table = torch.arange(1, 34).int()[None]
+    found = []
+    try:
+        for threads in (1, 3):
+            settings = {**H2O, "budget": num_tokens, "prefill_stride": num_tokens}
+            layer = PagedLayer(shape, settings, 34)
+            stride = layer.builder.build(0, step_of([0], [num_tokens], [True], table))
+            output = torch.zeros_like(query)
+            torch.set_num_threads(threads)
+            before = resident_bytes()
+            name = SimpleNamespace(layer_name="layer")
+            layer.impl.forward(name, query, key, value, layer.pool, stride, output)
+            assert resident_bytes() - before < 32 << 20, "not a row for every tile"
+            found.append((output, layer.pages.score.flatten()[shape.block_size :][:num_tokens]))
+    finally:
+        torch.set_num_threads(num_threads)
+    for mine, same in zip(*found, strict=True):
+        assert torch.equal(mine, same)
+    scores = torch.zeros(num_tokens)
+    future = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+    for head in range(group):
+        logits = (query[:, head] @ key[:, 0].T / 4).masked_fill_(future, -torch.inf)
+        scores += logits.softmax(-1).sum(0) / group
+    torch.testing.assert_close(found[0][1], scores, atol=1e-4, rtol=1e-4)
+
+
 def layer_and_pages(**settings: Any) -> tuple[Any, Any, int, Any]:
     """What ``paths.choose`` is asked about."""
     layer = PagedLayer(Shape(), {"name": "sink", "budget": 12, **settings}, 3)
@@ -279,7 +318,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(
         textwrap.dedent(f"""\
             #!/bin/sh
-            [ "$1" = --version ] && echo 1.0 && exit
+            case "$*" in *--version) echo 1.0; exit;; esac
             echo compiled >> {tmp_path}/log
             sleep 0.5
             while [ "$1" != -o ]; do shift; done
@@ -318,6 +357,66 @@ def test_compile_error(compiler: Path, tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match=r"failed: x\.cpp:1: error: odd"):
         build.build(tmp_path / "cache")
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+LD = "/usr/bin/ld: cannot find -lomp: No such file or directory"
+FULL = "/usr/bin/ld: final link failed: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message"),
+    [
+        (f"/usr/bin/ld: warning: x\n{LD}\ncollect2: error: ld returned 1 exit status", LD),
+        (f"{LD}\nclang: error: linker command failed with exit code 1", LD),
+        (f"{FULL}\ncollect2: error: ld returned 1 exit status", f"{FULL}; set VLLM_CACHE_ROOT"),
+        ("x.cpp:1: note: odd\nx.cpp:2: error: odder\nx.cpp:3: error: oddest", "x.cpp:2: error: o"),
+        ("/usr/bin/ld: odd\ncollect2: error: ld returned 1 exit status", "/usr/bin/ld: odd"),
+        ("collect2: error: ld returned 1 exit status", "collect2: error"),
+        ("Fehler: \udcff", "Fehler: "),
+        ("", "no message"),
+    ],
+)
+def test_why_a_compile_failed(stderr: str, message: str, compiler: Path, tmp_path: Path) -> None:
+    """A linker's own lines have no word in common, and come before its caller's."""
+    (tmp_path / "stderr").write_text(stderr, errors="surrogateescape")
+    script = compiler.read_text()
+    compiler.write_text(script.replace("sleep 0.5", f"cat {tmp_path}/stderr >&2; exit 1"))
+    with pytest.raises(build.BuildError, match=re.escape(f"failed: {message}")):
+        build.build(tmp_path / "cache")
+
+
+def test_compilers_speak_english(compiler: Path, tmp_path: Path) -> None:
+    script = compiler.read_text().replace("sleep 0.5", 'echo "error: $LC_ALL" >&2; exit 1')
+    compiler.write_text(script)
+    with pytest.raises(build.BuildError, match=r"failed: error: C$"):
+        build.build(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("form", ["launcher", "options", "relative", "blank in its name"])
+def test_compilers_as_build_systems_name_them(
+    form: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spaced = compiler.rename(tmp_path / "c xx") if form.startswith("blank") else compiler
+    named = {
+        "launcher": f"env {compiler}",
+        "options": f"{compiler} -m64",
+        "relative": "./cxx",
+        "blank in its name": str(spaced),
+    }
+    monkeypatch.setenv("CXX", named[form])
+    first = build.build(tmp_path / "cache")
+    assert first.read_text() == "library\n"
+    monkeypatch.setenv("CXX", f"{named[form]} -O1")
+    assert form.startswith("blank") or build.build(tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize("name", ["", " ", "no-such-compiler c++", "'c++"])
+def test_compilers_that_are_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", name)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.build()
 
 
 @pytest.mark.parametrize("call", ["flock", "replace"])
@@ -398,6 +497,24 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CACHE_ROOT")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert build.cache_folder() == Path("/b/vllm/vllm_cascade")
+
+
+@pytest.mark.parametrize("root", ["~/.cache", "cache"])
+def test_cache_folder_without_a_home(
+    root: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's own then: in the working directory, also if a user has no home directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", root)
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert build.cache_folder() == tmp_path / root / "vllm/vllm_cascade"
+    assert build.build().parent == build.cache_folder()
 
 
 def test_no_stride_outlives_its_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,23 @@ def test_a_moved_token_keeps_its_bytes(path: str) -> None:
     assert torch.equal(before[1], layer.pages.scale[page, :, :4])
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_per_token_head", "fp8_e5m2"])
+@pytest.mark.parametrize("unit", [1, 16])
+def test_nan_stays_nan(cache_dtype: str, unit: int, path: str) -> None:
+    """In every channel of what attends to it: 20 are registers and a rest."""
+    shape = Shape(cache_dtype=cache_dtype, head_size=20, rotary_dim=8)
+    settings = {"name": "sink", "budget": 64, "unit": unit, "prefill_stride": 16}
+    layer, table = PagedLayer(shape, settings, 8), torch.arange(1, 8).int()[None]
+    first = 0
+    for n in (16, 1, 16):
+        query, (key, value) = torch.randn(n, 4, 20), torch.randn(2, n, 2, 20)
+        if first == 0:
+            value[3] = torch.nan
+        output = layer.step([n], [first], [n > 1], table, query, key, value, lambda row, _: row)
+        assert output[3 if first == 0 else 0 :].isnan().all()
+        first += n
+
+
 def test_a_compiler_without_fp16_leaves_fp8_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "native")
     monkeypatch.setattr(load(), "codes", {torch.int8})

@@ -194,6 +194,14 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--tensor-parallel-size must divide",
     ),
+    "recall of odd head sizes": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                get_head_size=lambda: 64, hf_text_config=SimpleNamespace(global_head_dim=50)
+            )
+        ),
+        "--kv-recall 0",
+    ),
     "recalled latents in 8 bits": (
         SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
         "set recall_rows to exact",
@@ -491,6 +499,7 @@ def test_refused_configuration(name: str) -> None:
         },
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
         "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
+        "recall of odd head sizes": {"name": "sink", "recall": 8},
         "recalled latents in 8 bits": {"name": "sink", "recall": 2, "recall_rows": "int8"},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
@@ -529,6 +538,24 @@ def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
     backend = CUDALatentBackend if use_mla else CUDAKVPolicyBackend
     if works:
         assert backend.supports_kv_cache_dtype(cache_dtype)
+
+
+def test_odd_head_sizes_run_without_recall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only recall multiplies four channels at once, so its default gives way."""
+    monkeypatch.setattr(engine.logger, "propagate", True)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "head_dim": 50}))
+    assert create(tmp_path).additional_config["kv_policy"]["recall"] == 0
+    assert "evicted tokens cannot be recalled" in caplog.text
+    assert "no multiple of 4" in caplog.text
+    policy = {"name": "sink", "budget": 128, "prefill_stride": 64, "recall": 8}
+    with pytest.raises(KVPolicyError, match="no multiple of 4; set --kv-recall 0"):
+        EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            additional_config={"kv_policy": policy},
+        ).create_engine_config()
 
 
 RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {

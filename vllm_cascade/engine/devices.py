@@ -4,7 +4,7 @@
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
@@ -135,6 +135,14 @@ class CPU(Device):
             ),
             "vLLM's CPU kernels for gated delta nets (Qwen3-Next, Qwen 3.5) compute in bfloat16 "
             "only, with or without a policy; set --dtype bfloat16",
+        ),
+        Refusal(
+            "recall of odd head sizes",
+            lambda config, policy: (
+                policy.recall > 0 and any(size % 4 for size in _head_sizes(config.model_config))
+            ),
+            "recall multiplies four channels of a key at once, and the model has a head size that "
+            "is no multiple of 4; set --kv-recall 0",
         ),
         Refusal(
             "Model Runner V2 on the CPU",
@@ -271,6 +279,11 @@ class CUDA(Device):
 
 def _model_type(config: VllmConfig) -> str | None:
     return getattr(config.model_config.hf_text_config, "model_type", None)
+
+
+def _head_sizes(model: ModelConfig) -> tuple[int, int]:
+    """Channels of heads; 0 where layers without windows have no other number of them."""
+    return model.get_head_size(), getattr(model.hf_text_config, "global_head_dim", None) or 0
 
 
 DEVICES: dict[str, Device] = {device.name: device for device in (CPU(), CUDA())}
