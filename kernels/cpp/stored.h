@@ -32,7 +32,6 @@ static inline vf load(const int8* from) {
 static inline float widen(int8 x) { return x.bits; }
 #ifdef HAS_FP16
 // Processors convert fp16, so codes become such: exponents of an e4m3 are 8 smaller there.
-typedef _Float16 v16 __attribute__((vector_size(2 * W)));
 // Bits of a sign-extended e4m3 as an fp16's. The shift copies the sign to the exponent's highest bit,
 // where `^` clears it. Only of a NaN all lower bits are set: the sum carries into that bit, which `^` then
 // sets, and the exponent is fp16's largest.
@@ -42,12 +41,11 @@ static inline Bits half_bits(Bits code) {
   return bits ^ ((bits + 0x80) & 0x4000);
 }
 static inline vf load(const e5m2* from) {
-  const vh bits = __builtin_convertvector(load_as<vb>(from), vh) << 8;
-  return __builtin_convertvector((v16)bits, vf);
+  return widen_halves(__builtin_convertvector(load_as<vb>(from), vh) << 8);
 }
 static inline vf load(const e4m3* from) {
   const vh code = __builtin_convertvector(load_as<vc>(from), vh);
-  return __builtin_convertvector((v16)half_bits(code), vf) * 256.0f;
+  return widen_halves(half_bits(code)) * 256.0f;
 }
 static inline float widen_bits(uint16_t bits) {
   fp16 x;

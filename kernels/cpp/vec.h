@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -70,10 +70,18 @@ static inline vf load(const bf16* from) {
 #endif
 }
 #ifdef HAS_FP16
-static inline vf load(const fp16* from) {
+// fp16's bits as fp32.
+static inline vf widen_halves(vh bits) {
+#if defined(__AVX512F__)  // GCC converts the numbers of a convertvector one by one
+  return (vf)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__) && defined(__AVX__)
+  return (vf)_mm256_cvtph_ps((__m128i)bits);
+#else
   typedef fp16 v16 __attribute__((vector_size(2 * W)));
-  return __builtin_convertvector(load_as<v16>(from), vf);
+  return __builtin_convertvector((v16)bits, vf);
+#endif
 }
+static inline vf load(const fp16* from) { return widen_halves(load_as<vh>(from)); }
 #endif
 // Keeps a loaded value in its register; GCC would load it again for each use.
 template <class V>
