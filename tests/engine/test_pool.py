@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests' own engine pool."""
 
+import pytest
 import vllm
 from pytest import MonkeyPatch
 from vllm import envs
@@ -23,3 +24,11 @@ def test_environment_reaches_an_engine_after_another_one(monkeypatch: MonkeyPatc
     envs.enable_envs_cache()
     EnginePool().get(None, env={"VLLM_CPU_OMP_THREADS_BIND": "0|0"})
     assert seen == ["0|0"]
+
+
+@pytest.mark.parametrize("bound", ["0", "1"])
+def test_each_tests_variables_reach_vllm(bound: str, monkeypatch: MonkeyPatch) -> None:
+    """Also behind a test whose engine froze them."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
+    assert bound == envs.VLLM_CPU_OMP_THREADS_BIND
+    envs.enable_envs_cache()
