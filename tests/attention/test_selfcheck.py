@@ -33,6 +33,7 @@ from vllm_cascade.kernels.triton import (
     chunk,
     chunk_write,
     column_sums,
+    configs,
     drafts,
     gather,
     insert,
@@ -93,9 +94,14 @@ OTHER_SHAPES = {
 ``coded``: other rows in 8 bits."""
 
 
+PARTS = {"name": "h2o", "budget": 28, "num_sinks": 2, "prefill_stride": 8}
+"""Its cache has two parts where a part may have 16 slots."""
+
+
 def check(name: str, backend: Any = CUDAKVPolicyBackend, drafts: int = 0) -> list[Any]:
     policy, shape = OTHER_SHAPES.get(name, (name, SHAPE))
-    return Check(resolve(POLICIES[policy]), shape, backend, CPU, 2, drafts).run()
+    settings = PARTS if policy == "parts" else POLICIES[policy]
+    return Check(resolve(settings), shape, backend, CPU, 2, drafts).run()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "distance = 0 * unit_born",
     ),
     ("sink", attend, "_attend", "total * fade + tl.sum", "total + tl.sum"),
-    ("h2o", merge, "_merge_head", "merged / total", "merged"),
+    ("parts", merge, "_merge_head", "merged / total", "merged"),
     ("h2o", scores, "score_tile", "weight * mass, mask", "0.5 * mass, mask"),
     ("h2o", merge, "_norm", "top + tl.log(", "1 + tl.log("),
     ("h2o", scores, "_own_mass", "- norm", "- 0 * norm"),
@@ -369,6 +375,8 @@ def test_a_broken_kernel_of_drafts_is_named(number: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("number", range(len(MUTANTS)))
 def test_a_broken_kernel_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, module, function, old, new = MUTANTS[number]
+    if policy == "parts":
+        monkeypatch.setattr(configs, "LEAST_SLOTS", 16)
     broken(module, function, old, new, monkeypatch)
     file = module.__name__.rpartition(".")[2]
     with pytest.raises(Mismatch) as raised:
