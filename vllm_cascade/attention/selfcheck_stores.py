@@ -103,7 +103,7 @@ class LogUnits:
         """Nothing: the CPU's judge keeps no evidence."""
 
     def evidence(self) -> dict[int, torch.Tensor]:
-        """None."""
+        """No evidence, see ``note``."""
         return {}
 
 
@@ -171,7 +171,7 @@ def opened(stores: UnitStores, first_pages: Sequence[int], recall: Any) -> LogUn
     """Let two requests begin.
 
     Args:
-        recall: the layer's, a device's own.
+        recall: the layer's part of the store, of the device's own class.
     """
     new = [
         SimpleNamespace(req_id=name, block_ids=([page],), num_computed_tokens=0)

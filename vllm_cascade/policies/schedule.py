@@ -399,7 +399,7 @@ _remembered: Remembered[Schedule] = Remembered()
 def compiled(policy: Policy) -> Schedule:
     """A policy's schedule. Call it when an engine or a request starts, never in a step.
 
-    As long as it is in use, it is compiled once: schedules are told apart by identity.
+    A schedule that is still in use is returned again, because schedules are compared by identity.
     """
     own = _in_use.get(policy)
     own = _remembered.get(policy, lambda: Schedule(policy) if own is None else own)
