@@ -299,7 +299,11 @@ def parser() -> argparse.ArgumentParser:
     checker = commands.add_parser(
         "check", help="compare a policy's kernels with PyTorch on this machine"
     )
-    checker.add_argument("--model", help="whose layers' shape is checked (default: Llama 3 8B's)")
+    checker.add_argument(
+        "--model",
+        help="whose layers' shapes are checked, as far as its "
+        "configuration says (default: Llama 3 8B's)",
+    )
     for command in (tracer, checker):
         add_flags(command)
         add_dotted_flags(command)

@@ -28,6 +28,7 @@ from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.kernels.triton import (
     attend,
+    attend_tiles,
     attend_units,
     choose,
     chunk,
@@ -74,6 +75,8 @@ STORED = {
     f"latent-{cache_dtype}": replace(LATENT, cache_dtype=cache_dtype)
     for cache_dtype in ("int8_per_token_head", "fp8", "fp8_e5m2")
 }
+NEIGHBOURS = replace(SHAPE, is_neox=False)
+UNROTATED = replace(SHAPE, rotary_dim=0)
 CODED = replace(SHAPE, num_heads=4, num_kv_heads=2, cache_dtype="int8_per_token_head")
 OTHER_SHAPES = {
     "window": ("sink", WINDOWED),
@@ -89,9 +92,15 @@ OTHER_SHAPES = {
     "coded-window": ("sink", replace(CODED, cache_dtype="fp8_per_token_head", window=7)),
     "coded-units": ("units", CODED),
     "coded-recall": ("recall", replace(CODED, cache_dtype="fp8_per_token_head")),
+    "neighbours": ("cascade", NEIGHBOURS),
+    "neighbours-sink": ("sink", NEIGHBOURS),
+    "neighbours-units": ("units", NEIGHBOURS),
+    "neighbours-recall": ("recall", NEIGHBOURS),
+    "unrotated": ("cascade", UNROTATED),
+    "unrotated-recall": ("recall", UNROTATED),
 }
 """``window``: a layer with one, beside those that run ``sink``. ``stored``: latent rows in 8 bits;
-``coded``: other rows in 8 bits."""
+``coded``: other rows in 8 bits. ``neighbours``: channels ``2i`` and ``2i + 1`` rotate together."""
 
 
 PARTS = {"name": "h2o", "budget": 28, "num_sinks": 2, "prefill_stride": 8}
@@ -143,6 +152,15 @@ def test_the_cpus_library_passes_with_drafts(name: str) -> None:
 @pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
 def test_the_cpus_library_passes(name: str) -> None:
     assert check(name, CPUKVPolicyBackend)
+
+
+@pytest.mark.parametrize("name", ["sink", "cascade", "units"])
+def test_layers_of_chunks(name: str) -> None:
+    """They see no token of the chunk before, and other kernels than windows have."""
+    shape = replace(SHAPE, window=12, chunked=True)
+    rows = Check(resolve(POLICIES[name]), shape, CPUKVPolicyBackend, CPU, 2).run()
+    assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
+    assert shape.label() == "2/1 heads of 8, float32, chunks of 12"
 
 
 @pytest.mark.parametrize("name", ["sink", "lazy"])
@@ -409,6 +427,27 @@ def test_a_kernel_that_is_broken_on_codes_is_noticed(
         check(policy)
 
 
+OF_NEIGHBOURS: list[tuple[str, ModuleType, str, str, str]] = [
+    ("neighbours", attend_tiles, "turned_products", "2 * FROM, 2 * TO, 2", "FROM, TO + WIDTH, 2"),
+    ("neighbours-sink", stored, "load_turned", "pair = channel // 2", "pair = channel % HALF"),
+    ("neighbours-units", tiles, "pair_channels", "2 * index, 2 * index + 1", "index, index + HALF"),
+    ("neighbours-recall", tiles, "pair_channels", "2 * index + 1", "(2 * index + 3) % (2 * HALF)"),
+]
+"""The same of channels that rotate together with their neighbours."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(OF_NEIGHBOURS)))
+def test_a_kernel_that_is_broken_on_neighbours_is_noticed(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, *replaced = OF_NEIGHBOURS[number]
+    broken(*replaced, monkeypatch)
+    label = "2/1 heads of 8, float32, neighbours rotated; .* kernels: "
+    with pytest.raises(Mismatch, match=label):
+        check(policy)
+
+
 NAMED = {
     "merge": ("merge", "merge_scored"),
     "scores": ("merge_scored",),
@@ -461,6 +500,21 @@ def test_the_check_runs_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert policies == [60, 64, 64] and len(list(tmp_path.rglob("checks/*.json"))) == 3
 
 
+def test_a_verdict_is_of_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with another kind of layers has that one checked."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    shapes: list[LayerShape] = []
+
+    def note(policy: Any, shape: LayerShape, *args: Any) -> Any:
+        shapes.append(shape)
+        return SimpleNamespace(run=lambda: [selfcheck.Row("decode", "output", 0.0)])
+
+    monkeypatch.setattr(certify, "Check", note)
+    for asked in ((SHAPE,), (SHAPE, NEIGHBOURS), (NEIGHBOURS,), (UNROTATED, SHAPE)):
+        certify.certify(resolve(POLICIES["sink"]), asked, DEVICES["cpu"], CPU)
+    assert shapes == [SHAPE, NEIGHBOURS, UNROTATED]
+
+
 @pytest.mark.parametrize("mode", ["once", "always", "off"])
 def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By everything it depends on; ``always`` ignores it, and ``off`` runs nothing."""
@@ -498,9 +552,12 @@ def test_a_verdict_does_not_depend_on_the_hosts_memory(
     ],
 )  # fmt: skip
 def test_kinds_of_layers(text: dict[str, Any], windows: list[int | None]) -> None:
-    """Layers with a window are checked beside those without."""
+    """Layers with a window are checked beside those without, and with both pairs of channels."""
     config = _config(64, False, model_type="llama", max_position_embeddings=4096, **text)
-    assert [shape.window for shape in certify.shapes_of(config)] == windows
+    shapes = certify.shapes_of(config)
+    assert [(shape.window, shape.is_neox) for shape in shapes] == [
+        (window, is_neox) for window in windows for is_neox in (True, False)
+    ]
 
 
 def test_latent_rows_are_checked() -> None:
@@ -508,7 +565,7 @@ def test_latent_rows_are_checked() -> None:
     config = _config(576, True, model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
     (shape,) = certify.shapes_of(config)
     assert (shape.head_size, shape.latent, shape.rotary_dim, shape.is_neox) == (576, 512, 64, False)
-    assert shape.label() == "8/2 heads of 576, bfloat16, latents of 512"
+    assert shape.label() == "8/2 heads of 576, bfloat16, neighbours rotated, latents of 512"
 
 
 def _config(head_size: int, use_mla: bool, **text: Any) -> Any:
@@ -593,13 +650,12 @@ class Kernels(CPUKVPolicyBackend):
 def test_an_engine_starts_once_its_kernels_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``--kv-policy-check`` says; a broken kernel stops the start before the model is loaded."""
+    """As ``--kv-policy-check`` says, with the shapes of the model's own layers."""
     from tests.engine.pool import EnginePool
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     # The reference is the CPU's backend, which stays as it is.
     monkeypatch.setattr(DEVICES["cpu"], "backend", f"{__name__}.{Kernels.__name__}")
-    monkeypatch.setattr(certify, "shapes_of", lambda config: (SHAPE,))
     pool = EnginePool()
     policy = {"kv_policy": {"recall": 0, **POLICIES["sink"]}, "kv_policy_check": "once"}
     with monkeypatch.context() as patch:

@@ -225,6 +225,27 @@ def test_pages_and_saved_bytes(engine_pool: EnginePool, model_of: Any) -> None:
     assert pool_usage(llm) == 0.0
 
 
+def plain_shapes(llm: Any) -> set[tuple[Any, ...]]:
+    """What the check at the start would compare: heads, size, pairs, window, chunks, sinks."""
+    (shapes,) = llm.collective_rpc("_layer_shapes")
+    found = {
+        (x.num_kv_heads, x.head_size, x.rotary and x.is_neox, x.window, x.chunked, x.sinks)
+        for x in shapes
+    }
+    assert len(found) == len(shapes)
+    return found
+
+
+SHAPES: dict[str, set[tuple[Any, ...]]] = {
+    "gemma3": {(2, 32, True, WINDOW, False, False), (2, 32, True, None, False, False)},
+    "gpt-oss": {(2, 32, True, WINDOW, False, True), (2, 32, True, None, False, True)},
+    "cohere2": {(2, 32, False, WINDOW, False, False), (2, 32, None, None, False, False)},
+    "gemma4-shared": {(2, 32, True, WINDOW, False, False), (2, 64, True, None, False, False)},
+    "llama4": {(2, 32, True, WINDOW, True, False), (2, 32, None, None, False, False)},
+}
+"""The shapes of ``FAST``'s families; pairs are neighbours (False), or nothing rotates (None)."""
+
+
 @pytest.mark.parametrize(("family", "policy", "env"), cases(FAST, SLOW))
 def test_family(
     family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
@@ -233,3 +254,5 @@ def test_family(
     llm = engine(engine_pool, path, settings, env)
     check(llm, path, (family, FAMILIES[family]), settings, native=not env)
     check_company(llm, settings["prefill_stride"])
+    if family in SHAPES:
+        assert plain_shapes(llm) == SHAPES[family]

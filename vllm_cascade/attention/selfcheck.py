@@ -122,6 +122,7 @@ class LayerShape:
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 disables it.
         sinks: whether the layer has learned attention sinks.
         window: tokens that a query sees, itself included; None: all that the policy keeps.
+        chunked: whether a query sees its own chunk of ``window`` tokens instead.
         latent: channels of a latent row's value, which is part of its key; None in other layers.
         cache_dtype: ``--kv-cache-dtype`` of rows in 8 bits; ``auto``: they have ``dtype``.
     """
@@ -137,16 +138,21 @@ class LayerShape:
     softcap: float = 0.0
     sinks: bool = False
     window: int | None = None
+    chunked: bool = False
     latent: int | None = None
     cache_dtype: str = "auto"
 
     def label(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        window = "" if self.window is None else f", window of {self.window}"
+        kind = "chunks" if self.chunked else "window"
+        window = "" if self.window is None else f", {kind} of {self.window}"
+        turning = "" if self.is_neox or self.rotary is None else ", neighbours rotated"
+        if self.rotary is None and self.slopes is None:
+            turning = ", nothing rotated"
         latent = "" if self.latent is None else f", latents of {self.latent}"
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
         stored = "" if self.cache_dtype == "auto" else f", {self.cache_dtype} cache"
-        return f"{heads}, {name}{window}{latent}{stored}"
+        return f"{heads}, {name}{turning}{window}{latent}{stored}"
 
     @property
     def rotary(self) -> Rotary | None:
@@ -218,9 +224,10 @@ class Side:
         )
         generator = torch.Generator().manual_seed(7)
         sinks = torch.randn(shape.num_heads, generator=generator).to(device)
+        own_window = None if shape.chunked else shape.window  # vLLM's layers of chunks have none
         self.impl = impl(
             *(shape.num_heads, shape.head_size, shape.head_size**-0.5, heads),
-            *(None if shape.slopes is None else list(shape.slopes), shape.window, "auto"),
+            *(None if shape.slopes is None else list(shape.slopes), own_window, "auto"),
             shape.softcap or None,
             sinks=sinks if shape.sinks else None,
         )
@@ -356,9 +363,10 @@ class Check:
         full = KVPolicySpec.from_full(kind(block_size=shape.block_size, **same), policy, drafts)
         self.spec = full
         if shape.window is not None:
-            own = window_policy(policy, shape.window)
+            own = window_policy(policy, shape.window, shape.chunked)
             slots = window_slots(policy, shape.window, shape.block_size)
-            window = replace(full, policy=own, slots=slots, window=shape.window)
+            limits: dict[str, Any] = {"window": shape.window, "chunked": shape.chunked}
+            window = replace(full, policy=own, slots=slots, **limits)
             kinds = kinds_of((full, window), policy, shape.block_size)
             full, self.spec = replace(full, kinds=kinds), replace(window, kinds=kinds)
         self.policy, self.shape, self.repeats = policy, shape, repeats

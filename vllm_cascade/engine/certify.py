@@ -2,13 +2,13 @@
 """Checks a policy's kernels on the user's own device, and keeps the verdict.
 
 A verdict is a file in vLLM's cache folder. It holds for one device, driver, PyTorch, Triton and
-version of this package, the shapes of a model's layers and one policy's settings.
+version of this package, the shape of a model's layers and one policy's settings.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -21,9 +21,11 @@ from vllm.config import VllmConfig
 
 from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch, Row
 from vllm_cascade.cache.quantised import CODES
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.kernels.cpp.build import cache_folder
 from vllm_cascade.log import logger
+from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.arguments import CHECK, CHECK_MODES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import validated
@@ -32,6 +34,47 @@ from vllm_cascade.step.drafts import most_drafts
 
 MOST_CHECKED = 2048
 """Largest budget, and longest kept prompt, in tokens, that is checked."""
+
+
+def shapes_of_layers(
+    layers: Mapping[str, Any],
+    specs: Mapping[str, Any],
+    rotaries: Mapping[str, Rotary | None],
+    dtype: torch.dtype,
+    block_size: int,
+) -> tuple[LayerShape, ...]:
+    """The different shapes of a loaded model's layers on this rank.
+
+    Args:
+        layers: the model's attention layers by name, each with a ``KVPolicyImpl``.
+        specs: caches by layer name; other kinds than ``KVPolicySpec`` are left out.
+        rotaries: rotations by layer name.
+        dtype: of the model's rows, which caches may quantise.
+        block_size: tokens of a page.
+    """
+    found: dict[LayerShape, None] = {}
+    for name, spec in specs.items():
+        if not isinstance(spec, KVPolicySpec):
+            continue
+        impl, rotary = layers[name].impl, rotaries[name]
+        shape = LayerShape(
+            num_heads=impl.num_heads,
+            num_kv_heads=impl.num_kv_heads,
+            head_size=impl.head_size,
+            dtype=dtype,
+            block_size=block_size,
+            rotary_dim=0 if rotary is None else 2 * len(rotary.inv_freq),
+            is_neox=rotary is None or rotary.is_neox,
+            slopes=None if impl.alibi_slopes is None else tuple(impl.alibi_slopes.tolist()),
+            softcap=impl.softcap,
+            sinks=impl.sinks is not None,
+            window=spec.window,
+            chunked=spec.chunked,
+            latent=impl.latent,
+            cache_dtype=impl.kv_cache_dtype if impl.kv_cache_dtype in CODES else "auto",
+        )
+        found[shape] = None
+    return tuple(found)
 
 
 def shape_of(config: VllmConfig) -> LayerShape:
@@ -61,13 +104,19 @@ def shape_of(config: VllmConfig) -> LayerShape:
 
 
 def shapes_of(config: VllmConfig) -> tuple[LayerShape, ...]:
-    """``shape_of``, and the same for layers with a window if the model has any."""
+    """The shapes that a model's layers may have, where only its configuration is known.
+
+    A configuration does not say how rotated channels pair, so both ways are among them.
+    """
     shape, hf = shape_of(config), vars(config.model_config.hf_text_config)
     window, last = hf.get("sliding_window"), hf.get("max_position_embeddings")
     kinds = hf.get("layer_types") or ("sliding_attention",)
-    if not window or "sliding_attention" not in kinds or (last is not None and window >= last):
-        return (shape,)
-    return shape, replace(shape, window=window)
+    shapes = [shape]
+    if shape.rotary is not None and shape.is_neox:
+        shapes.append(replace(shape, is_neox=False))
+    if window and "sliding_attention" in kinds and not (last is not None and window >= last):
+        shapes += [replace(one, window=window) for one in shapes]
+    return tuple(shapes)
 
 
 def small(policy: Policy) -> Policy:
@@ -98,7 +147,7 @@ def certify(
     """Compare the kernels that a policy uses on this device with PyTorch.
 
     Args:
-        shapes: of the model's kinds of layers.
+        shapes: of the model's kinds of layers. Each has a verdict of its own.
         entry: the device's entry in ``DEVICES``.
         mode: ``off``; ``once``: unless a verdict is kept; ``always``.
         drafts: most drafts of a request in a step (speculative decoding).
@@ -111,22 +160,21 @@ def certify(
     """
     if mode not in CHECK_MODES:
         raise KVPolicyError(f"--kv-policy-check {mode}: choose from {', '.join(CHECK_MODES)}")
-    file = _verdict_file(policy, shapes, entry, drafts)
-    if mode == "off" or (mode == "once" and file.is_file()):
+    files = {shape: _verdict_file(policy, shape, entry, drafts) for shape in shapes}
+    left = [one for one in shapes if mode == "always" or not files[one].is_file()]
+    if mode == "off" or not left:
         return []
     checked, begin = small(policy), time.monotonic()
     logger.info(
         "KV policy %s: checking its kernels on this device (--kv-policy-check), with a budget of "
-        "%d tokens",
-        *(policy.name, checked.budget),
+        "%d tokens, for layers of %s",
+        *(policy.name, checked.budget, "; ".join(map(LayerShape.label, left))),
     )
+    rows: dict[LayerShape, list[Row]] = {}
     try:
         backend, repeats = resolve_name(entry.backend), entry.check_repeats
-        rows = [
-            row
-            for shape in shapes
-            for row in Check(checked, shape, backend, device, repeats, drafts).run()
-        ]
+        for shape in left:
+            rows[shape] = Check(checked, shape, backend, device, repeats, drafts).run()
     except Mismatch as error:
         raise KVPolicyError(
             f"the kernels of this device do not agree with PyTorch, so the engine does not start: "
@@ -134,22 +182,37 @@ def certify(
             "vllm-cascade; --kv-policy full runs stock vLLM"
         ) from None
     seconds = time.monotonic() - begin
-    largest = max(row.error for row in rows)
+    all_rows = [row for found in rows.values() for row in found]
     logger.info(
         "KV policy %s: checked on this device in %.0f s, %d comparisons with PyTorch, largest "
         "relative error %.1e; %s keeps the verdict",
-        *(policy.name, seconds, len(rows), largest, file),
+        *(policy.name, seconds, len(all_rows), max(row.error for row in all_rows)),
+        files[left[0]].parent,
     )
+    for shape, found in rows.items():
+        _keep(files[shape], _facts(entry) | {"rows": [vars(row) for row in found]})
+    return all_rows
+
+
+def _keep(file: Path, verdict: dict[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(_facts(entry) | {"rows": [vars(row) for row in rows]}))
+        file.write_text(json.dumps(verdict))
     except OSError as error:
         logger.warning("The check's verdict cannot be kept (%s): the next start repeats it", error)
-    return rows
 
 
-def certify_engine(config: VllmConfig, policy: Policy, entry: Device, device: torch.device) -> None:
+def certify_layers(
+    config: VllmConfig,
+    policy: Policy,
+    shapes: Callable[[], Sequence[LayerShape]],
+    entry: Device,
+    device: torch.device,
+) -> None:
     """The check at an engine's start, as ``--kv-policy-check`` says.
+
+    Args:
+        shapes: of the model's layers. All ranks call it, or none.
 
     Raises:
         KVPolicyError: see ``certify``.
@@ -157,7 +220,7 @@ def certify_engine(config: VllmConfig, policy: Policy, entry: Device, device: to
     assert isinstance(config.additional_config, dict), "the policy was read from it"
     mode = config.additional_config.get(CHECK, entry.default_check)
     if mode != "off":
-        certify(policy, shapes_of(config), entry, device, mode, most_drafts(config))
+        certify(policy, shapes(), entry, device, mode, most_drafts(config))
 
 
 def _facts(entry: Device) -> dict[str, Any]:
@@ -171,10 +234,10 @@ def _facts(entry: Device) -> dict[str, Any]:
     return facts
 
 
-def _verdict_file(policy: Policy, shapes: Sequence[LayerShape], entry: Device, drafts: int) -> Path:
+def _verdict_file(policy: Policy, shape: LayerShape, entry: Device, drafts: int) -> Path:
     settings = policy.model_dump(exclude={"recall_memory"})  # depends on the host's free memory
     key = _facts(entry) | {
-        "shapes": repr(tuple(shapes)),
+        "shape": repr(shape),
         "policy": [policy.name, settings],
         "drafts": drafts,
     }

@@ -25,11 +25,12 @@ from vllm.v1.worker.block_table import SlotMappingMode
 
 from vllm_cascade.attention.latent import LatentImpl, OwnPrefill, connect
 from vllm_cascade.attention.recorder import Recorder
+from vllm_cascade.attention.selfcheck import LayerShape
 from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
-from vllm_cascade.engine.certify import certify_engine
+from vllm_cascade.engine.certify import certify_layers, shapes_of_layers
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_shape
@@ -126,8 +127,6 @@ class KVPolicyWorker(SessionWorker):
         self._block_size = self.vllm_config.cache_config.block_size
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
-        assert self.device is not None, "init_device sets it"
-        certify_engine(self.vllm_config, policy, self.device_entry, self.device)
         with self._our_backend():
             super().load_model(**kwargs)
         for layer in self._all_layers().values():
@@ -142,6 +141,17 @@ class KVPolicyWorker(SessionWorker):
         # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
         stock = self.model_runner.get_kv_cache_spec
         self.model_runner.get_kv_cache_spec = lambda: self._bounded(stock)
+        assert self.device is not None, "init_device sets it"
+        entry = self.device_entry
+        certify_layers(self.vllm_config, policy, self._layer_shapes, entry, self.device)
+
+    def _layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The different shapes of the model's layers."""
+        layers, config = self._attention_layers(), self.model_config
+        rotaries = rotaries_of(self.model_runner.get_model(), layers, config.hf_text_config)
+        specs = self.get_kv_cache_spec()
+        own = {name: specs[name] for name in layers if name in specs}  # others share a cache
+        return shapes_of_layers(layers, own, rotaries, config.dtype, self._block_size)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)

@@ -58,8 +58,8 @@ def add_flags(parser: argparse.ArgumentParser, check: bool = False) -> None:
             FLAGS.name(CHECK),
             choices=CHECK_MODES,
             default=argparse.SUPPRESS,
-            help="When the policy's kernels are compared with PyTorch on this device before the "
-            "model is loaded; `once` keeps the verdict. (default: once, and off on CPUs)",
+            help="When the policy's kernels are compared with PyTorch on this device, at a start; "
+            "`once` keeps the verdict. (default: once, and off on CPUs)",
         )
     group.add_argument(
         FLAGS.name(OTHERS),
