@@ -78,8 +78,15 @@ struct Queries {
     less[to] = from.less[row], step[to] = from.step[row];
     norm[to] = from.norm[row], sinks[to] = from.sinks[row];
   }
-  // One fp32 query.
+  // One fp32 query. The step of one that is not finite is NaN: it asks for nothing.
   void round(int64_t row, const float* query) const {
+    int32_t wrong = 0;
+    for (int64_t c = 0; c < size * 4; c++) wrong |= !std::isfinite(query[c]);
+    if (wrong) {
+      std::fill_n(words + row * size, size, 0);
+      less[row] = 0, step[row] = NAN, norm[row] = 0;
+      return;
+    }
     const float most = largest_magnitude(query, size * 4);
     const float levels = most > 0 ? LEVELS / most : 0;
     int32_t sum = 0, squares = 0;

@@ -191,7 +191,7 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
 }
 
 // One query's sums as probabilities, whose squares are added to `asked`, `times` times. `sinks`: its
-// `Queries::sinks`.
+// `Queries::sinks`. Nothing is added for a query that is not finite.
 void share_row(const Judge& judge, float* sums, const float* most, float sinks, float times,
                float* asked) {
   const float top = std::max(*std::max_element(most, most + judge.panels()), sinks);
@@ -201,9 +201,10 @@ void share_row(const Judge& judge, float* sums, const float* most, float sinks, 
     store(sums + panel * W, here);
     all += here;
   }
-  const vf total = splat(sum(all) + std::exp(sinks - top));
+  const float total = sum(all) + std::exp(sinks - top);
+  if (std::isnan(total)) return;
   for (int64_t at = 0; at < judge.columns(); at += W) {
-    const vf share = load(sums + at) / total;
+    const vf share = load(sums + at) / splat(total);
     store(asked + at, load(asked + at) + times * share * share);
   }
 }

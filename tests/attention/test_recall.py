@@ -405,18 +405,54 @@ def test_more_units_than_candidates(num: int) -> None:
     assert slow.tolist() == fast.tolist() == listed.tolist() == expected
 
 
-def test_queries_that_are_no_numbers() -> None:
-    """A model that overflows gets some units, not memory that nothing wrote."""
-    log = Log(shape_of(4, 100, head_size=8))
-    write(log.grow(100), 1, torch.randn(2, 100, 4, 8))
-    new = [torch.full((2, 2, 8), torch.nan)] * 4  # kept: C++ has only its address
-    rows, places = row_addresses(new), np.arange(2)
-    for most in (100, 20):
+def by_oracle(
+    keys: torch.Tensor, queries: torch.Tensor, sinks: torch.Tensor, num: int, most: int
+) -> list[int]:
+    """The ``num`` units that the oracle selects where it judges ``most`` of them.
+
+    Args:
+        keys: ``[H, n, unit, D]``, of units that are stored in the order of a text without gaps.
+        queries: ``[Q, H * G, D]``.
+        sinks: logits ``[Q, H * G, sinks]``.
+    """
+    _, num_units, unit, _ = keys.shape
+    store = oracle.RecallSettings(num, unit, num_units * unit, 4, len(queries))
+    simulated = oracle.RecallSim(store, evicted=list(range(num_units)))
+    with patch.object(oracle, "CANDIDATES", most):
+        simulated.choose(queries, keys.flatten(1, 2), sinks)
+    return simulated.shown
+
+
+ALL = slice(None)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("queries", "heads", "channels"),
+    [(ALL, ALL, ALL), (ALL, 1, ALL), (slice(0, 19), ALL, ALL), (3, 0, 5), (-1, ALL, -1)],
+)
+def test_queries_that_are_no_numbers(queries: Any, heads: Any, channels: Any, value: float) -> None:
+    """A model that overflows: they ask for nothing, and the other ones select.
+
+    Where no query is left these are the first units, as of any that are asked for as much.
+    """
+    torch.manual_seed(5)
+    layer, log = layer_of(2, 24), Log(shape_of(4, 100, head_size=24))
+    keys, query = torch.randn(2, 100, 4, 24) * 2, torch.randn(20, 2, 24) * 2
+    query[queries, heads, channels] = value
+    write(log.grow(100), 1, keys, torch.arange(100) * 4)
+    part, places, new = log.part(0, 100), np.arange(20), [query] * 4  # kept: C++ has its address
+    path, rows = path_of(layer, 4, 2), row_addresses(new)
+    for most, num_sinks in ((100, 0), (100, 1), (20, 0), (20, 1)):
+        sink_keys = sinks_of(path, layer, num_sinks)
+        sinks = evidence.to_sinks(layer, query, sink_keys)
+        expected = by_oracle(keys, query, logits_of(layer, query, sink_keys), 3, most)
+        asked = rows, places, 0 * places, PAGES, num_sinks
         with patch.object(evidence, "CANDIDATES", most):
-            asked = rows, places, 0 * places, PAGES, 1
-            (chosen,), *_ = choose(path_of(layer_of(2, 8), 4, 2), log.part(0, 100), 3, *asked)
-        assert sorted(set(chosen.tolist())) == chosen.tolist() and len(chosen) == 3
-        assert chosen.min() >= 0 and chosen.max() < 100
+            (slow,) = evidence.choose(layer, 1, part, query * layer.scale, sinks, 3)
+            (fast,), *_ = choose(path, part, 3, *asked)
+        assert slow.tolist() == fast.tolist() == expected, (most, num_sinks)
+        assert (expected == [0, 1, 2]) == (queries == heads == channels == ALL)
 
 
 def test_a_head_that_attends_to_sinks_does_not_look_up() -> None:

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
 from tests.oracle.random_models import write_llama
-from tests.sessions.test_files import ENGINE, header_of, pin, session, tensors
+from tests.sessions.test_files import ENGINE, SHAPE, header_of, pin, pools, session, tensors
 from vllm_cascade.engine import session_header, sessions
 from vllm_cascade.engine.session_header import (
     SAMPLE_BYTES,
@@ -27,11 +27,14 @@ from vllm_cascade.engine.session_header import (
 )
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.policies.registry import resolve
+from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Report, Session
+from vllm_cascade.sessions.tiers import WorkerSessions
 
 
 def started(
@@ -129,6 +132,29 @@ def test_other_engines_sessions_count_and_leave_first(
     assert index.used["disk"] == 300 and index.held["disk"] == 3
     assert index.counters.misses == {"foreign": 3, "evicted": 2}
     made._keeper.shutdown()
+
+
+def test_a_session_too_large_for_the_memory_leaves_others_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is this engine's own: workers remove it, who know which sessions share its units."""
+    shared, own = (
+        [f"{name}.0of1.units", write(tmp_path / f"{name}.0of1.units", {}, tensors())]
+        for name in ("aa", "bb")
+    )
+    now = time.time()
+    fits = put(tmp_path, 1, now, pieces=json.dumps([shared]))
+    large = put(tmp_path, 2, now - 400, pieces=json.dumps([shared, own]), num_bytes="150")
+    made, _ = started(tmp_path, monkeypatch, memory_bytes=120, ttl=500)
+    made.index.expire(now + 200)
+    commands = made.take_commands()
+    made._keeper.shutdown()
+    assert [(c.op, c.id) for c in commands] == [("remove", large.id)]
+    worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    worker.execute(commands)
+    worker.close()
+    assert left(tmp_path) == {fits.id}
+    assert [path.name for path in tmp_path.glob("*.units")] == [shared[0]]
 
 
 def test_a_smaller_bound_keeps_pinned_sessions_first(

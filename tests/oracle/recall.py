@@ -142,7 +142,7 @@ class RecallSim:
             logits = queries[:, head] @ coarse[head // group].T * scale
             both = torch.cat((logits, sinks[:, head].to(logits.dtype)), dim=-1).softmax(-1)
             of_units = both[:, : len(tokens)].view(len(queries), len(stored), unit)
-            squares = of_units.sum(-1).square()
+            squares = of_units.sum(-1).nan_to_num(0).square()  # NaN: the query is not finite
             worth = torch.maximum(worth, squares.sum(0) + (LAST - 1) * squares[-1])
         own = dict(zip(stored, worth.tolist(), strict=True))
         value, place = dict(own), {u: i for i, u in enumerate(every)}
@@ -181,7 +181,7 @@ class RecallSim:
             mean, spread = centres[head // group], variance[head // group]
             for query in few[:, head] * scale:
                 logits = mean @ query + SPREAD * spread * (query @ query)
-                most = torch.maximum(most, logits.softmax(0))
+                most = torch.maximum(most, logits.softmax(0).nan_to_num(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(most[i]), i))
         return sorted(stored[i] for i in order[:number])
 
@@ -215,7 +215,7 @@ class RecallSim:
 def largest(queries: Tensor, most: int) -> list[list[int]]:
     """By head of [asking, heads, D]: places of the last query and the largest, at most so many."""
     last = len(queries) - 1
-    norms = queries.double().pow(2).sum(-1).tolist()
+    norms = queries.double().pow(2).sum(-1).nan_to_num(0).tolist()
     heads = []
     for head in range(queries.shape[1]):
         order = sorted(range(len(queries)), key=lambda i: (i != last, -norms[i][head], i))
@@ -245,6 +245,6 @@ def may_round_either_way(vectors: Tensor) -> Tensor:
 
 
 def in_8_bits(vectors: Tensor) -> Tensor:
-    """Each vector in 127 steps of its largest channel, on both sides of 0."""
+    """Each vector in 127 steps of its largest channel, on both sides of 0; NaN if not finite."""
     step = vectors.abs().amax(-1, keepdim=True) / 127
-    return torch.where(step > 0, (vectors / step).round() * step, 0.0)
+    return torch.where(step == 0, 0.0, (vectors / step).round() * step)

@@ -11,7 +11,10 @@ import stat
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +31,9 @@ from vllm_cascade.sessions import folder as folder_module
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, Unusable, file_name, read, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
+from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Report, Session
+from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 ENGINE = {key: f"this {key}" for key in FOREIGN}
@@ -204,6 +209,22 @@ def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     second.open()
     assert not list(folder.path.glob(".*"))
     second.close()
+
+
+def test_the_first_of_several_engines_may_be_the_last_to_start(tmp_path: Path) -> None:
+    """The folder of all of them is this user's alone, whichever engine makes it."""
+    settings = SessionSettings(dir=str(tmp_path / "new"))
+    before = os.umask(0o022)
+    try:
+        for engine in (1, 2, 0):
+            path = settings.folder(engine)
+            assert path is not None
+            folder = Folder(path)
+            folder.open()
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+            folder.close()
+    finally:
+        os.umask(before)
 
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,6 +518,44 @@ def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     worker.execute([Command("restore", one.id, pages=(2,))])
     worker.close()
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
+
+
+def test_what_is_dropped_before_it_is_written_leaves_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that stalls, and clients that release their sessions, of which some are kept again."""
+    Folder(tmp_path).open()
+    worker = WorkerSessions(Copies(pools()), tmp_path)
+    index, begun, goes_on = SessionIndex(1000, 10**6, 0, ENGINE), Event(), Event()
+    made: list[weakref.ref[Any]] = []
+    plain = files.write
+
+    def stall(*args: Any) -> str:
+        begun.set()
+        assert goes_on.wait(30)
+        return plain(*args)
+
+    monkeypatch.setattr(files, "write", stall)
+    for n in range(20):
+        index.keep("c", [n % 4], 400, pages=(n,), now=n, name="chat")
+        worker.execute(index.take_commands())
+        made += [weakref.ref(state) for state in worker.states.values()]
+        assert begun.wait(30)
+        if n < 19:
+            index.release("chat")
+            worker.execute(index.take_commands())
+    assert len(made) == 20
+    assert [n for n, state in enumerate(made) if state() is not None] == [0, 19]
+    goes_on.set()
+    report = wait(worker, 2)
+    index.note(report)
+    last = index.named("chat")
+    assert last is not None and last.on_disk and not index.counters.misses
+    assert len(report.written) == 2 and report.written[1] == last.id
+    worker.close()
+    assert worker._num_reported == worker._num_files == 20
+    (entry,) = Folder(tmp_path).entries()[0]
+    assert entry.id == last.id and entry.header["stamp"] == last.stamp
 
 
 KILLED = """

@@ -357,6 +357,20 @@ def test_a_name_follows_the_file() -> None:
     assert index.names() == {"chat": second} and index.names_version > version
 
 
+def test_a_file_is_under_one_name() -> None:
+    """A restart knows one name of a session: its own, not that of a turn without a file."""
+    index = SessionIndex(1000, disk_bytes=1000)
+    first = keep(index, [1, 2], name="b")
+    written(index)
+    second = keep(index, [1, 2, 3], name="a", before=first)
+    third = keep(index, [1, 2, 4], name="c", before=first)
+    assert index.names() == {"b": first}
+    fourth = keep(index, [1, 2, 5], name="b", before=first)  # it moves on; of the others one stays
+    assert list(index.names().values()) == [first]
+    written(index)
+    assert index.names() == {"a": second, "b": fourth, "c": third}
+
+
 def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:
     """Its file is touched, at most once a minute, also when equal tokens are kept again."""
     index = SessionIndex(10**9, 10**9, ttl=100)

@@ -159,6 +159,18 @@ def test_a_file_goes_with_its_last_session(restarted: bool, tmp_path: Path) -> N
     chat.worker.close()
 
 
+def test_a_restarted_server_that_removes_first(tmp_path: Path) -> None:
+    """What only the first removed session listed is gone, too: units 16 to 19 in a chunk."""
+    chat = Chat(tmp_path)
+    first, second = chat.turn(20), chat.turn(20)
+    assert len(names(tmp_path)) == 4
+    chat.worker.close()
+    chat.worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    chat.remove(first)
+    assert len(names(tmp_path)) == 3 and not read(chat.worker, second)
+    chat.worker.close()
+
+
 def test_units_stay_while_a_header_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

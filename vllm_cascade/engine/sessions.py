@@ -153,7 +153,7 @@ class SchedulerSessions:
             name = names.get(entry.id)
             if entry.files not in taken or not self.index.adopt(session, name):
                 folder.remove(entry.files)
-            elif session.unusable:
+            elif differs[entry.id] is not None:  # workers know the files of the others
                 self._foreign[entry.id] = entry
                 self._foreign_units.update(name for name, _ in entry.pieces)
         folder.remove_unused()

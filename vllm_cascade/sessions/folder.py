@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.settings import ENGINE_FOLDER
 
 DAMAGED, MOST_DAMAGED = "damaged", 1 << 30
 """Folder in the sessions' folder to which damaged files are moved, and bytes that stay there."""
@@ -86,6 +87,8 @@ class Folder:
             KVPolicyError: it cannot be written, belongs to another user, or another server has it.
         """
         try:
+            if self.path.name.startswith(ENGINE_FOLDER):  # the first engine may come later
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.path.stat()
             if found.st_uid != os.getuid():

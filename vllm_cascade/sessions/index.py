@@ -82,9 +82,14 @@ class SessionIndex:
         """Ids of the pinned sessions by name, as a restart shall find them.
 
         For a session without a complete file, that of the latest one which it continues and which
-        has a file.
+        has a file. A restart pins a session under one name: its own, else the first of those whose
+        sessions continue it.
         """
-        return {name: self._durable(session).id for name, session in self._by_name.items()}
+        found = {name: self._durable(session) for name, session in self._by_name.items()}
+        name_of: dict[str, str] = {}
+        for name, one in found.items():
+            name_of.setdefault(one.id, one.name or name)
+        return {name: one.id for name, one in found.items() if name_of[one.id] == name}
 
     def _durable(self, session: Session) -> Session:
         found: Session | None = session

@@ -77,7 +77,7 @@ class Pieces:
         return listed
 
     def load(self) -> None:
-        """Learn what sessions list, before one of them is moved aside."""
+        """Learn what sessions list, before a file of one of them is moved aside or removed."""
         self._used()
 
     def read(self, listed: Sequence[Listed], of: Callable[[np.ndarray], Piece]) -> list[Piece]:

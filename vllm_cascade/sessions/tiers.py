@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +28,8 @@ from vllm_cascade.sessions.session import Command, Report
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
+DROPPED = "dropped"
+"""Problem of a write whose session was removed before its turn came; it is not counted."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class WorkerSessions:
         self._lock = threading.Lock()
         self._arrived: dict[str, State] = {}
         self._reading: dict[str, int] = {}  # the reads' numbers, by session
+        # Writes whose turn has not come, by session. The writer's queue holds no states, so a
+        # session that is removed meanwhile leaves the memory.
+        self._unwritten: dict[str, tuple[int, State]] = {}
         self._closed = False
         self._said: set[str] = set()
         self._writer = ThreadPoolExecutor(1, "kv-sessions-writer")
@@ -130,9 +134,12 @@ class WorkerSessions:
                 if state.units is not None:
                     resumed[command.pages[0]] = state.units
             elif command.op == "write":
-                state = self.states[command.id]
-                self._begin(self._writer, command, partial(self._write, state=state))
+                with self._lock:
+                    self._unwritten[command.id] = self._num_files, self.states[command.id]
+                self._begin(self._writer, command, self._write)
             elif command.op == "remove":
+                with self._lock:
+                    self._unwritten.pop(command.id, None)
                 self._writer.submit(self._remove, command.id)
             elif command.op == "touch":
                 self._writer.submit(self._touch, command.id)
@@ -160,6 +167,8 @@ class WorkerSessions:
             return report
         for outcome in self._ranks.collect():
             self._num_reported += 1
+            if outcome.problem == DROPPED:
+                continue
             report.stamps[outcome.id] = outcome.stamp
             if outcome.op == "write":
                 (report.unwritten if outcome.problem else report.written).append(outcome.id)
@@ -210,8 +219,19 @@ class WorkerSessions:
             self._said.add(kind)
             logger.warning("KV sessions: %s (further ones are only counted)", message)
 
-    def _write(self, command: Command, number: int, state: State) -> str:
+    def _next(self, id_: str, number: int) -> State | None:
+        """The state of the write whose turn it is; None: the session was removed meanwhile."""
+        with self._lock:
+            found = self._unwritten.get(id_)
+            if found is None or found[0] != number:  # another number: it was kept again
+                return None
+            return self._unwritten.pop(id_)[1]
+
+    def _write(self, command: Command, number: int) -> str:
         assert self._pieces is not None and self._folder is not None
+        state = self._next(command.id, number)
+        if state is None:
+            return DROPPED
         path, header = self._path(command.id), {**command.header, "rank": self._ranks.name}
         try:
             self._folder.check()
@@ -231,6 +251,7 @@ class WorkerSessions:
 
     def _remove(self, id_: str) -> None:
         assert self._pieces is not None
+        self._pieces.load()
         try:
             self._path(id_).unlink(missing_ok=True)
         except OSError as error:

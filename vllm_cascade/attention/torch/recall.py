@@ -19,6 +19,7 @@
    hardly grows with the store. Of each query head, the last query and those with the largest norms
    select and score candidates. The last one may ask for an answer; the larger a query, the more its
    attention differs between units.
+6. A query that is not finite asks for nothing. If all are like that, the first units are selected.
 
 Queries are rounded to 8 bits, as keys are, so products are integers on every device.
 See docs/INTERNALS.md, "Recall".
@@ -127,7 +128,7 @@ def largest(queries: torch.Tensor, most: int) -> torch.Tensor:
         int64 ``[most, H * G]``, indices in their order; of equal norms the first ones.
     """
     codes, step = encode(queries)
-    norm = codes.float().square().sum(-1) * step * step
+    norm = (codes.float().square().sum(-1) * step * step).nan_to_num(0, posinf=torch.inf)
     norm[-1] = torch.inf
     return norm.sort(dim=0, descending=True, stable=True).indices[:most].sort(0).values
 
@@ -216,7 +217,7 @@ def candidates(
     products = flat @ centre.transpose(2, 3).flatten(1, 2).float()  # [H, G * Q, n]
     norms = flat.square().sum(-1, keepdim=True) * steps * steps
     logits = products * scale.unsqueeze(1) * steps + SPREAD * norms * spread.unsqueeze(1)
-    worth = logits.softmax(-1).unflatten(1, (-1, len(few))).amax(2)
+    worth = logits.softmax(-1).nan_to_num(0).unflatten(1, (-1, len(few))).amax(2)
     rows = over_heads(layer, worth).numpy()
     return torch.from_numpy(np.stack([np.sort(most_asked(row, most)) for row in rows]))
 
@@ -248,7 +249,7 @@ def asked(
     logits = (flat @ keys) * scale.flatten(1).unsqueeze(1) * steps
     nothing = sinks.T.unflatten(0, (layer.num_kv_heads, -1)).flatten(1, 2).unsqueeze(-1)
     probability = torch.cat([logits, nothing], dim=-1).softmax(-1)[..., :-1]
-    share = probability.unflatten(-1, scale.shape[1:]).sum(-1)  # [H, G * Q, n]
+    share = probability.unflatten(-1, scale.shape[1:]).sum(-1).nan_to_num(0)  # [H, G * Q, n]
     times = torch.ones(len(queries))
     times[-1] = LAST
     return (share.square().unflatten(1, (-1, len(queries))) * times.unsqueeze(-1)).sum(2)
