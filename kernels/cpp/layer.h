@@ -29,6 +29,7 @@ struct Layer {
   const float* slopes;    // [H * G] of ALiBi, or null
   const float* rotation;  // [distance, 2, half]: cos and sin of a rotation back, or null
   const float* sinks;     // [H * G] learned sink logits, or null
+  const float* scales;    // of all stored keys and of all values; null: row scales, or no codes
   float* row_scale;       // [H, 2, block_size] per page, keys then values; null: no row scales
   const uint32_t* salts;  // [S], hashed into scores from the host; null: used as they are
   int32_t* versions;      // [drafts, 2, S, page_units] per page: ranks and scores before each draft
@@ -51,8 +52,10 @@ struct Layer {
   int64_t attends, inserts;  // whether calls write outputs and scores, and whether they insert
   int64_t drafts;  // most draft tokens of a request in a step
   float scale, softcap;
-  float key_scale, value_scale;  // scales of all stored keys and values without row scales
 
+  // They are read at each call: weights that change while a model is served change them.
+  float key_scale() const { return scales ? scales[0] : 1.0f; }
+  float value_scale() const { return scales ? scales[1] : 1.0f; }
   int64_t num_queries() const { return num_heads * group; }
   // The score that a set makes of one that is given, a whole number below 2**24.
   float own_score(int64_t set, float given) const {

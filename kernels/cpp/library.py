@@ -34,13 +34,13 @@ class Layer(ctypes.Structure):
     """One layer's cache. No step changes these fields."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "kv rank born score token slopes rotation sinks row_scale salts"),
-        *_of(c_void_p, "versions draft_rows draft_scales draft_words"),
+        *_of(c_void_p, "kv rank born score token slopes rotation sinks scales"),
+        *_of(c_void_p, "row_scale salts versions draft_rows draft_scales draft_words"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
         *_of(c_int64, "value_size value_at row_size"),
         *_of(c_int64, "unit page_units half is_neox dtype stored stored_bytes uses_scores"),
         *_of(c_int64, "reduction window chunked attends inserts drafts"),
-        *_of(c_float, "scale softcap key_scale value_scale"),
+        *_of(c_float, "scale softcap"),
     ]
 
 

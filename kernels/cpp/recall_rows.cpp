@@ -50,8 +50,8 @@ float encode_vector(const float* from, int64_t size, int8_t* to) {
 
 // A stored row as fp32; the value of a latent row is the end of its key.
 void read_row(const Layer& layer, const char* row, const float* scale, float* key, float* value) {
-  const float of_key = scale ? scale[0] : layer.key_scale;
-  const float of_value = scale ? scale[1] : layer.value_scale;
+  const float of_key = scale ? scale[0] : layer.key_scale();
+  const float of_value = scale ? scale[1] : layer.value_scale();
   as_stored(layer.stored, [&](auto* kind) {
     const auto* from = (decltype(kind))row;
     if constexpr (is_code<std::remove_pointer_t<decltype(kind)>>) {

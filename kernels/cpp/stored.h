@@ -58,8 +58,9 @@ static inline float widen(e4m3 x) {
 }
 #endif
 
-// An fp32 number within the largest ones as a code, to nearest, ties to even.
-static inline void narrow_code(float x, int8* to) { to->bits = (int8_t)std::rint(x); }
+// An fp32 number within the largest ones as a code, to nearest, ties to even. Integers have no NaN:
+// the scale of such a row is one.
+static inline void narrow_code(float x, int8* to) { to->bits = (int8_t)std::rint(x == x ? x : 0); }
 // Of `Mantissa` bits and exponents that are `Bias` smaller. Below the least normal number codes are
 // multiples of one step, which is what fp32 numbers near `magic` are rounded to.
 template <int Mantissa, int Bias>
@@ -106,6 +107,20 @@ template <class Code>
 inline constexpr bool is_code = std::is_same_v<Code, int8> || std::is_same_v<Code, e4m3> ||
                          std::is_same_v<Code, e5m2>;
 
+// The largest magnitude of fp32 numbers, or NaN if one of them is. Bits of magnitudes are in the
+// order of what they mean, and NaN's are the largest.
+static inline float largest_or_nan(const float* from, int64_t n) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, 4);
+    most = std::max(most, bits & 0x7FFFFFFF);
+  }
+  float size;
+  std::memcpy(&size, &most, 4);
+  return size;
+}
+
 // fp32 numbers as codes or in another type; those with a `scale` of their own get it here.
 template <class Code>
 static inline void encode_row(const float* from, int64_t n, float shared, float* scale, Code* to) {
@@ -116,9 +131,7 @@ static inline void encode_row(const float* from, int64_t n, float shared, float*
     constexpr float largest = LARGEST<Code>;
     float* steps = scratch.take(n);
     if (scale) {
-      float most = 0;
-      for (int64_t i = 0; i < n; i++) most = std::max(most, std::fabs(from[i]));
-      *scale = shared = std::max(most / largest, LEAST_SCALE);
+      *scale = shared = std::max(largest_or_nan(from, n) / largest, LEAST_SCALE);  // or NaN
     }
     const float inverse = 1 / shared;
     for (int64_t i = 0; i < n; i++) {
@@ -142,8 +155,8 @@ static inline void decode(const Layer& layer, const char* row, const float* scal
   const int64_t at = layer.value_at, size = layer.value_size;
   as_stored(layer.stored, [&](auto* kind) {
     const auto* from = (decltype(kind))row;
-    decode_row(from, at, scale ? scale[0] : layer.key_scale, key);
-    decode_row(from + at, size, scale ? scale[layer.block_size] : layer.value_scale, value);
+    decode_row(from, at, scale ? scale[0] : layer.key_scale(), key);
+    decode_row(from + at, size, scale ? scale[layer.block_size] : layer.value_scale(), value);
   });
   if (layer.latent() && value != key + at) std::memcpy(key + at, value, size * sizeof(float));
 }
@@ -155,8 +168,8 @@ static inline void encode(const Layer& layer, const float* key, const float* val
   const int64_t at = layer.value_at, size = layer.value_size;
   as_stored(layer.stored, [&](auto* kind) {
     auto* to = (decltype(kind))row;
-    encode_row(key, at, layer.key_scale, scale, to);
-    encode_row(value, size, layer.value_scale, scale ? scale + scales : nullptr, to + at);
+    encode_row(key, at, layer.key_scale(), scale, to);
+    encode_row(value, size, layer.value_scale(), scale ? scale + scales : nullptr, to + at);
   });
 }
 

@@ -76,6 +76,18 @@ def largest(code):
 
 
 @triton.constexpr_function
+def largest_bits(code):
+    """The bits of that number in fp32."""
+    return {"e4m3": 0x43E00000, "e5m2": 0x47600000}[code]
+
+
+@triton.constexpr_function
+def nan_bits(code):
+    """The bits of the number in fp32 that would have a NaN's code, 0x7F."""
+    return {"e4m3": 0x43F00000, "e5m2": 0x47E00000}[code]
+
+
+@triton.constexpr_function
 def mantissa(code):
     return {"e4m3": 3, "e5m2": 2}[code]
 
@@ -152,12 +164,14 @@ def widened(codes, CODE: tl.constexpr):
     if CODE == "int8":
         x = codes.to(tl.float32)
     else:
-        bits = codes.to(tl.uint16)
         if CODE == "e5m2":
-            bits = bits << 8
+            bits = codes.to(tl.uint16) << 8
         else:
             tl.static_assert(CODE == "e4m3")
-            bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+            # As `half_bits` in kernels/cpp/stored.h: the shift copies the sign to the exponent's
+            # highest bit, which only a NaN keeps.
+            bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << 7
+            bits = (bits ^ ((bits + 0x80) & 0x4000)).to(tl.int16)
         x = bits.to(tl.float16, bitcast=True).to(tl.float32)
     return x
 
@@ -243,11 +257,16 @@ def load_turned(
 
 @triton.jit
 def scale_of(x, place, CODE: tl.constexpr, OF_ROWS: tl.constexpr):
-    """Scales with which rows ``[n, d]`` in fp32 are encoded: their own, or the layer's."""
+    """Scales with which rows ``[n, d]`` in fp32 are encoded: their own, or the layer's.
+
+    A row with a NaN has one as its scale. ``tl.max`` ignores it; among integers its bits are the
+    largest, and those of other magnitudes are in the order of what they mean.
+    """
     if OF_ROWS:
-        most = tl.max(tl.abs(x), axis=1)
+        sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.max(sizes, axis=1).to(tl.float32, bitcast=True)
         scale = tl.div_rn(most, tl.full(most.shape, largest(CODE), tl.float32))
-        scale = tl.maximum(scale, LEAST_SCALE)
+        scale = tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
     else:
         scale = tl.load(place + tl.zeros([x.shape[0]], tl.int32))
     return scale
@@ -255,11 +274,14 @@ def scale_of(x, place, CODE: tl.constexpr, OF_ROWS: tl.constexpr):
 
 @triton.jit
 def encoded(x, scale, CODE: tl.constexpr):
-    """Codes of fp32 numbers in steps of ``scale``, to nearest, ties to even."""
-    most: tl.constexpr = largest(CODE)
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    x = tl.minimum(tl.maximum(x * inverse, -most), most)
+    """Codes of fp32 numbers in steps of ``scale``, to nearest, ties to even.
+
+    Integers have no NaN, but the scale of such a row is one.
+    """
+    x = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     if CODE == "int8":
+        most: tl.constexpr = largest(CODE)
+        x = tl.minimum(tl.maximum(x, -most), most)
         codes = to_nearest(x).to(tl.int8)
     else:
         drop: tl.constexpr = 23 - mantissa(CODE)
@@ -267,11 +289,13 @@ def encoded(x, scale, CODE: tl.constexpr):
         magic: tl.constexpr = (bias + 1 + drop) << 23
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
+        size = tl.where(size > 0x7F800000, nan_bits(CODE), tl.minimum(size, largest_bits(CODE)))
         normal = (size + ((1 << (drop - 1)) - 1) + ((size >> drop) & 1)) >> drop
         normal -= bias << mantissa(CODE)
         # Below the least normal number codes are multiples of one step, to which an fp32 number
         # of this size rounds.
-        raised = tl.full(x.shape, magic, tl.int32).to(tl.float32, bitcast=True) + tl.abs(x)
+        raised = tl.full(x.shape, magic, tl.int32).to(tl.float32, bitcast=True)
+        raised += size.to(tl.float32, bitcast=True)
         tiny = raised.to(tl.int32, bitcast=True) - magic
         code = tl.where(size < ((bias + 1) << 23), tiny, normal)
         codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)

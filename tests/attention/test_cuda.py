@@ -31,7 +31,7 @@ from tests.attention.test_paged import (
 )
 from tests.attention.test_step import literal_rules
 from vllm_cascade.attention.cuda import workspace
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.mail import SPARE, DeviceTables
@@ -565,3 +565,41 @@ def test_resolved_policy_is_used() -> None:
     assert type(layer.impl) is TritonKVPolicyImpl
     assert type(layer.builder) is CUDABuilder
     assert layer.policy == resolve({**CASCADE, "prefill_stride": 4, "trace": True})
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
+def test_scales_of_changed_weights(cache_dtype: str) -> None:
+    test_quantised.test_scales_of_changed_weights(cache_dtype, "triton")
+
+
+def test_changed_scales_stay_where_they_are() -> None:
+    """Captured graphs read that memory, and so does what runs in PyTorch."""
+    layer = PagedLayer(Shape(cache_dtype="fp8", scales=(0.25, 0.75)), CASCADE, 3)
+    stored, quantised = layer.impl._stored, layer.impl._pages.quantised
+    place = stored.scales.data_ptr()
+    assert stored.scales.tolist() == [0.25, 0.75]
+    layer.impl.read_scales((0.5, 2.0))
+    assert layer.impl._stored is stored and stored.scales.data_ptr() == place
+    assert stored.scales.tolist() == quantised.scales.tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", *CODES])
+@pytest.mark.parametrize("unit", [1, 16])
+def test_nan_stays_nan(cache_dtype: str, unit: int) -> None:
+    test_quantised.test_nan_stays_nan(cache_dtype, unit, "triton")
+
+
+@pytest.mark.parametrize("cache_dtype", CODES)
+def test_one_nan_is_read_as_pytorch_reads_it(cache_dtype: str) -> None:
+    test_quantised.test_one_nan_is_read_as_pytorch_reads_it(cache_dtype, "triton")
+
+
+@pytest.mark.parametrize("backend", [CUDAKVPolicyBackend, CUDALatentBackend])
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8_per_token_head"])
+def test_checkpoints_with_scales_per_head(
+    backend: type[CUDAKVPolicyBackend], cache_dtype: str
+) -> None:
+    """vLLM asks for every cache type; layers in steps of them are refused when they are set up."""
+    latent = backend.is_mla()
+    asked = 64, torch.bfloat16, cache_dtype, 16, latent, False, False, False, True
+    assert not backend.validate_configuration(*asked, DeviceCapability(9, 0), "decoder")

@@ -229,7 +229,7 @@ def test_a_moved_token_keeps_its_bytes(path: str) -> None:
     assert torch.equal(before[1], layer.pages.scale[page, :, :4])
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_per_token_head", "fp8_e5m2"])
+@pytest.mark.parametrize("cache_dtype", ["auto", *CODES])
 @pytest.mark.parametrize("unit", [1, 16])
 def test_nan_stays_nan(cache_dtype: str, unit: int, path: str) -> None:
     """In every channel of what attends to it: 20 are registers and a rest."""
@@ -246,6 +246,23 @@ def test_nan_stays_nan(cache_dtype: str, unit: int, path: str) -> None:
         first += n
 
 
+@pytest.mark.parametrize("cache_dtype", CODES)
+def test_one_nan_is_read_as_pytorch_reads_it(cache_dtype: str, path: str) -> None:
+    """With scales of rows, its whole key or value; in a layer's steps, only itself."""
+    layer = PagedLayer(shaped(cache_dtype), {"name": "sink", "budget": 64, "prefill_stride": 16}, 3)
+    torch.manual_seed(0)
+    new = torch.randn(3, 16, 2, 16)
+    new[1, 3, 0, 5], new[2, 7, 1, 9] = torch.nan, -torch.tensor(torch.nan)
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    query, key, value = new[0].repeat_interleave(2, 1), new[1], new[2]
+    layer.step([16], [0], [True], table, query, key, value, lambda row, _: row)
+    found = layer.pages.rows(torch.tensor([1]))[0]
+    expected = layer.pages.read(*layer.pages.stored(torch.cat([key, value], dim=-1)))
+    expected = expected.transpose(0, 1)
+    assert int(expected.isnan().sum()) == (32 if cache_dtype in PER_ROW else 2)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def test_a_compiler_without_fp16_leaves_fp8_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "native")
     monkeypatch.setattr(load(), "codes", {torch.int8})
@@ -260,7 +277,7 @@ def test_views_want_to_know_the_codes() -> None:
     layer = PagedLayer(shaped("int8_per_token_head"), {**CASCADE, "prefill_stride": 8}, 2)
     with pytest.raises(AssertionError, match="INT8_PER_TOKEN_HEAD"):
         page_views(layer.pages.kv, layer.spec)
-    plain = replace(layer.pages.quantised, scales=(1.0, 1.0))
+    plain = replace(layer.pages.quantised, scales=torch.ones(2))
     with pytest.raises(AssertionError):
         page_views(layer.pages.kv, layer.spec, plain)
 
@@ -276,8 +293,46 @@ def test_other_devices_refuse_it_by_name() -> None:
 
 def test_the_layers_scales() -> None:
     """Those of the checkpoint; one for every head is refused."""
-    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor([2.0]))
+    layer = SimpleNamespace(
+        kv_cache_dtype="fp8", _k_scale=torch.tensor(0.5), _v_scale=torch.tensor([2.0])
+    )
     assert scales_of(layer) == (0.5, 2.0)
     layer._v_scale = torch.ones(2)
     with pytest.raises(KVPolicyError, match="set --kv-cache-dtype to fp8_per_token_head"):
         scales_of(layer)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", *PER_ROW])
+def test_scales_that_no_row_is_in_steps_of(cache_dtype: str) -> None:
+    """A checkpoint has them for every cache type, maybe one for every head."""
+    layer = SimpleNamespace(
+        kv_cache_dtype=cache_dtype, _k_scale=torch.full((2,), 0.5), _v_scale=torch.ones(2)
+    )
+    assert scales_of(layer) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
+def test_scales_of_changed_weights(cache_dtype: str, path: str) -> None:
+    """A layer that is given other scales writes and reads rows as one that was made with them."""
+    settings = {"name": "sink", "budget": 16, "prefill_stride": 8}
+    layer = PagedLayer(shaped(cache_dtype), settings, 8)
+    other = PagedLayer(replace(layer.shape, scales=(0.5, 0.01)), settings, 8)
+
+    def step(layer: PagedLayer, begin: int, end: int, first: int) -> torch.Tensor:
+        torch.manual_seed(begin)
+        query, (key, value) = torch.randn(end - begin, 4, 16), torch.randn(2, end - begin, 2, 16)
+        table = torch.arange(first, first + 3, dtype=torch.int32)[None]
+        new = [end - begin], [begin], [begin == 0], table, query, key, value
+        return layer.step(*new, lambda row, _: row).clone()
+
+    step(layer, 0, 24, first=1)
+    layer.impl.read_scales((0.5, 0.01))
+    for begin, end in ((0, 24), (24, 25), (25, 41), (41, 42)):
+        assert torch.equal(step(layer, begin, end, first=4), step(other, begin, end, first=4))
+    assert torch.equal(layer.pages.kv[4], other.pages.kv[4])
+
+
+def test_scales_of_rows_are_no_weights(path: str) -> None:
+    """So there are none to read again."""
+    layer = PagedLayer(shaped("int8_per_token_head"), {"name": "sink", "budget": 16}, 8)
+    layer.impl.read_scales((0.5, 0.01))

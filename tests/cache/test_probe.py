@@ -175,11 +175,22 @@ def test_weights_that_change(call: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(CPUWorker, call, lambda self: order.append("vLLM"))
     worker = CPUKVPolicyWorker.__new__(CPUKVPolicyWorker)
     monkeypatch.setattr(worker, "_move_key_weights", lambda: order.append("keys"), raising=False)
-    impl = SimpleNamespace(read_sinks=lambda: order.append("sinks"))
-    layers = {"a": SimpleNamespace(impl=impl)}
+    impl = SimpleNamespace(
+        read_sinks=lambda: order.append("sinks"),
+        read_scales=lambda scales: order.append(f"scales {scales}"),
+    )
+
+    def layer(scale: float, owner: str | None = None) -> SimpleNamespace:
+        scales = {"_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(2 * scale)}
+        return SimpleNamespace(
+            impl=impl, kv_cache_dtype="fp8", kv_sharing_target_layer_name=owner, **scales
+        )
+
+    layers = {"layers.0": layer(0.5), "layers.1": layer(4.0, "layers.0")}
     monkeypatch.setattr(worker, "_all_layers", lambda: layers, raising=False)
     getattr(worker, call)()
-    assert order == ["vLLM", "keys", "sinks"]
+    both = ["sinks", "scales (0.5, 1.0)"]  # a layer reads its owner's rows
+    assert order == ["vLLM", "keys", *both, *both]
 
 
 def test_norms_of_a_drafting_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -696,6 +696,65 @@ def test_other_policies_are_accepted_with_quantised_rows(cache_dtype: str) -> No
     assert config.cache_config.cache_dtype == cache_dtype
 
 
+FP8_SCHEME = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "quantization_status": "compressed",
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    },
+}
+CLUSTERS = {"name": "dgc", "budget": 64, "importance": "cluster", "prefill_stride": 32}
+
+
+def create_with_scheme(folder: Path, policy: dict[str, Any], **settings: Any) -> Any:
+    """An engine of a checkpoint that has keys and values in FP8 where nothing else is said."""
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": FP8_SCHEME}))
+    return EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        additional_config={"kv_policy": policy},
+        **settings,
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "message"),
+    [
+        (CLUSTERS, {}, "rewrites a mean"),
+        (
+            {"name": "sink", "budget": 128, "prefill_stride": 64},
+            {"kv_cache_dtype_skip_layers": ["0"]},
+            "--kv-cache-dtype-skip-layers",
+        ),
+    ],
+)
+def test_a_checkpoints_own_cache_type_is_checked(
+    policy: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """vLLM sets it where the model is built, which is later; so does the way out."""
+    with pytest.raises(KVPolicyError, match=f"{message}.* model's dtype"):
+        create_with_scheme(tmp_path, policy, **settings)
+    made = create_with_scheme(tmp_path, policy, kv_cache_dtype="bfloat16", **settings)
+    assert made.cache_config.cache_dtype == "bfloat16"
+
+
+def test_recall_counts_a_checkpoints_own_cache_type(tmp_path: Path) -> None:
+    """Its rows are half as long as those of the model's type."""
+    policy = {"name": "sink", "budget": 128, "unit": 16, "prefill_stride": 64, "recall": 8}
+    found = {}
+    for cache_dtype in ("auto", "fp8", "bfloat16"):
+        config = create_with_scheme(tmp_path, policy, kv_cache_dtype=cache_dtype)
+        found[cache_dtype] = config.additional_config["kv_policy"]["recall_memory"]
+    assert found["auto"] == found["fp8"] < found["bfloat16"]
+
+
 def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(KVPolicyError, match="run on CPUs and on CUDA"):

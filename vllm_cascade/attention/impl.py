@@ -129,9 +129,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if rotary is not None:
             rotation = self.rotation_table(rotary, spec, device)
             self._first_rotary = rotary.begin
-        self._pages = page_views(
-            kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales, self.latent)
-        )
+        quantised = Quantised.of(self.kv_cache_dtype, scales, self.latent, device)
+        self._pages = page_views(kv_cache, spec, quantised)
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -184,6 +183,12 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if self._layer is not None and self._layer.sinks is not None:
             assert self.sinks is not None
             self._layer.sinks.copy_(self.sinks.detach().view_as(self._layer.sinks))
+
+    def read_scales(self, scales: tuple[float, float]) -> None:
+        """Take new scales of keys and values, in the memory that graphs have read."""
+        quantised = None if self._pages is None else self._pages.quantised
+        if quantised is not None and quantised.scales is not None:
+            quantised.scales.copy_(torch.tensor(scales))
 
     def attend_to(self, owner: Any) -> None:
         """Attend to another layer's cache; called once, in the order of layers."""

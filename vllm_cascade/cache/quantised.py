@@ -34,33 +34,48 @@ LARGEST = {
 }
 
 
-@dataclass(frozen=True)
+def has_scales(cache_dtype: str) -> bool:
+    """Whether rows of this ``--kv-cache-dtype`` are in steps of their layer's scales."""
+    return cache_dtype in CODES and cache_dtype not in OF_ROWS
+
+
+@dataclass(frozen=True, eq=False)
 class Quantised:
     """How a layer's rows are stored.
 
     Attributes:
         code: Dtype of one channel's code.
-        scales: The layer's key scale and value scale; None: each row has its own.
+        scales: fp32 ``[2]``, the layer's key scale and value scale; None: each row has its own. All
+            that read and write the layer's rows share this memory, and weights that change while a
+            model is served change it in place.
         value_size: Channels of a row that are its value; None: half of them.
     """
 
     code: torch.dtype
-    scales: tuple[float, float] | None = None
+    scales: torch.Tensor | None = None
     value_size: int | None = None
 
     @classmethod
     def of(
-        cls, cache_dtype: str, scales: tuple[float, float], value_size: int | None = None
+        cls,
+        cache_dtype: str,
+        scales: tuple[float, float],
+        value_size: int | None = None,
+        device: torch.device | None = None,
     ) -> Self | None:
         """Return the encoding for ``--kv-cache-dtype``, or None if it does not quantise.
 
         Args:
             scales: The layer's key scale and value scale.
+            device: Of the layer's rows.
         """
         if cache_dtype not in CODES:
             return None
-        own = None if cache_dtype in OF_ROWS else scales
-        return cls(CODES[cache_dtype], own, value_size)
+        if not has_scales(cache_dtype):
+            return cls(CODES[cache_dtype], None, value_size)
+        # Filled on the device, which may be capturing a graph, where nothing is copied to it.
+        made = [torch.full((1,), scale, dtype=torch.float32, device=device) for scale in scales]
+        return cls(CODES[cache_dtype], torch.cat(made), value_size)
 
     def _sizes(self, row_size: int) -> list[int]:
         """Channels of a row before its value, and of its value."""
@@ -83,7 +98,7 @@ class Quantised:
             most = torch.stack([part.abs().amax(-1) for part in rows.split(sizes, -1)], dim=-1)
             scale = (most / largest).clamp_min(LEAST_SCALE)
         else:
-            scale = rows.new_tensor(self.scales)
+            scale = self.scales
         steps = (rows * _by_channel(1 / scale, sizes)).clamp(-largest, largest)
         if self.code == torch.int8:
             codes = steps.round().to(torch.int8)
@@ -100,7 +115,7 @@ class Quantised:
         rows = codes.view(self.code).float()
         if scale is None:
             assert self.scales is not None, "every row has a scale"
-            scale = rows.new_tensor(self.scales)
+            scale = self.scales
         return rows * _by_channel(scale, self._sizes(rows.shape[-1]))
 
 

@@ -39,6 +39,8 @@ def apply_policy(
         KVPolicyError: a setting cannot work; names the setting and the fix.
     """
     device, cache = this_device(), config.cache_config
+    if _is_fp8_by_default(config):
+        cache.cache_dtype = "fp8"
     if device.page_tokens is not None and not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = device.page_tokens, True
     if learns_positions(config.model_config.hf_text_config):
@@ -68,6 +70,17 @@ def apply_policy(
     config.parallel_config.worker_cls = device.worker
     device.configure(config, policy)
     _log(policy, raw, config, positions[0])
+
+
+def _is_fp8_by_default(config: VllmConfig) -> bool:
+    """Whether the checkpoint asks for keys and values in FP8, and nothing else is set.
+
+    vLLM sets the type of such a cache when the model is built, after all checks. It does not for
+    multi-head latent attention.
+    """
+    if config.cache_config.cache_dtype != "auto" or config.model_config.use_mla:
+        return False
+    return getattr(config.quant_config, "kv_cache_scheme", None) is not None
 
 
 def prompt_tokens(config: VllmConfig) -> int:

@@ -292,13 +292,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "layers that are not quantised",
         _some_layers_quantised,
         "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: pages hold the same "
-        "number of tokens in every layer; remove it, or set --kv-cache-dtype to auto",
+        "number of tokens in every layer; remove it, or set --kv-cache-dtype to auto (to a "
+        "16-bit model's dtype if its checkpoint has keys and values in FP8)",
     ),
     Refusal(
         "quantised means",
         _quantised_means,
         "importance 'cluster' rewrites a mean for every token that joins it, and 8 bits would "
-        "round it every time; set --kv-cache-dtype to auto, or choose another importance",
+        "round it every time; set --kv-cache-dtype to auto (to a 16-bit model's dtype if its "
+        "checkpoint has keys and values in FP8), or choose another importance",
     ),
     Refusal(
         "sparse attention",

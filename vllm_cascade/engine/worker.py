@@ -28,6 +28,7 @@ from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.attention.selfcheck import LayerShape
 from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.layout import whole_pages
+from vllm_cascade.cache.quantised import has_scales
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.certify import certify_layers, shapes_of_layers
@@ -56,17 +57,21 @@ from vllm_cascade.step.requests import (
 def scales_of(layer: Any) -> tuple[float, float]:
     """Scales of a layer's quantised keys and values: the checkpoint's, or 1.
 
-    vLLM has one scale for the rows of multi-head latent attention, that of keys.
+    A checkpoint's are not used by other types of caches. vLLM has one scale for the rows of
+    multi-head latent attention, that of keys.
 
     Raises:
         KVPolicyError: the checkpoint has several scales for one layer.
     """
+    if not has_scales(layer.kv_cache_dtype):
+        return 1.0, 1.0
     values = "_k_scale" if isinstance(layer, MLAAttention) else "_v_scale"
     scales: list[Any] = [getattr(layer, name) for name in ("_k_scale", values)]
     if any(scale.numel() > 1 for scale in scales):
         raise KVPolicyError(
             "kv_policy: the checkpoint has key and value scales per head, which no policy "
-            "supports; set --kv-cache-dtype to fp8_per_token_head, or to the model's dtype"
+            "supports; set --kv-cache-dtype to fp8_per_token_head or int8_per_token_head, or to "
+            "the dtype of a 16-bit model"
         )
     return scales[0].item(), scales[1].item()
 
@@ -164,8 +169,11 @@ class KVPolicyWorker(SessionWorker):
     def _read_weights(self) -> None:
         """Do with changed weights what is done with those that are loaded first."""
         self._move_key_weights()
-        for layer in self._all_layers().values():
+        layers = self._all_layers()
+        owners = owners_of(layers)
+        for name, layer in layers.items():
             layer.impl.read_sinks()
+            layer.impl.read_scales(scales_of(layers[owners.get(name, name)]))
 
     def _move_key_weights(self) -> None:
         move_key_weights(self.model_runner.get_model(), self.model_config.hf_text_config)

@@ -92,9 +92,7 @@ class NativePath:
 
 def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
     rotation, stored = layer.rotation, _stored(pages)
-    scales = 1.0, 1.0
-    if pages.quantised is not None and pages.quantised.scales is not None:
-        scales = pages.quantised.scales
+    quantised = pages.quantised
     if pages.scale is not None:
         assert pages.scale.stride()[:2] == (pages.rank.stride(0), 2 * pages.block_size)
     for words in (pages.rank, pages.born, pages.score):
@@ -111,6 +109,7 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         slopes=_address(layer.slopes),
         rotation=_address(rotation),
         sinks=_address(layer.sinks),
+        scales=_address(None if quantised is None else quantised.scales),
         row_scale=_address(pages.scale),
         salts=_address(layer.salts),
         page_bytes=pages.kv.stride(0) * pages.kv.element_size(),
@@ -138,8 +137,6 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         inserts=layer.part != "attend",
         scale=layer.scale,
         softcap=layer.softcap,
-        key_scale=scales[0],
-        value_scale=scales[1],
     )
 
 

@@ -63,6 +63,11 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
         return True
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Where rows are not in steps of them; vLLM asks for every type of cache."""
+        return True  # ``engine.worker.scales_of`` refuses layers that would use them
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 8 == 0 and head_size <= 256
 

@@ -295,7 +295,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def _thrown_away(self, kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
         """Views of a page pool on which vLLM measures memory; of codes that it may call floats."""
-        quantised = Quantised.of(self.kv_cache_dtype, (1.0, 1.0), self.latent)
+        quantised = Quantised.of(self.kv_cache_dtype, (1.0, 1.0), self.latent, kv_cache.device)
         return page_views(kv_cache.view(spec.dtype), spec, quantised)
 
     def _decode(
@@ -584,11 +584,8 @@ def stored_of(pages: Pages) -> Codes | None:
     quantised = pages.quantised
     if quantised is None:
         return None
-    scales = pages.scale
-    if scales is None:  # made on the device, which may be capturing a graph
-        assert quantised.scales is not None, "rows or the layer have scales"
-        own = {"dtype": torch.float32, "device": pages.kv.device}
-        scales = torch.cat([torch.full((1,), scale, **own) for scale in quantised.scales])
+    scales = quantised.scales if pages.scale is None else pages.scale
+    assert scales is not None, "rows or the layer have scales"
     return Codes(quantised.code, scales)
 
 
