@@ -8,7 +8,8 @@ are then written into the pages (``chunk_write``).
 Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2.
 
 In layers with a window, positions differ from ranks (``shift_of``). Keys that no query of a stride
-sees are not copied, and a stride may be longer than the window.
+sees are not copied, and a stride may be longer than the window. The same holds for layers whose
+queries see their own chunk of the stream, which begins at a multiple of its size, also in ranks.
 """
 
 from typing import Any
@@ -340,6 +341,7 @@ class ChunkAttention:
         sinks: fp32 ``[H * G]``, learned sink logits, or None.
         window: tokens that a query sees, its own included, in layers whose ``positions`` come from
             other layers; None: positions are ranks, and a query sees the whole cache.
+        chunked: whether a query sees its own chunk of ``window`` ranks instead.
     """
 
     def __init__(
@@ -348,10 +350,11 @@ class ChunkAttention:
         new_rotation: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         window: int | None = None,
+        chunked: bool = False,
     ) -> None:
         self._heads = layer.heads
         self._gather = ChunkGather(layer, window)
-        self._attend = StrideAttention(layer, sinks, window=window)
+        self._attend = StrideAttention(layer, sinks, window=window, chunked=chunked)
         self._write = ChunkWrite(layer, new_rotation)
 
     def __call__(self, tokens: Tokens, chunks: Chunks, parts: tuple[Strides, ...]) -> None:
@@ -386,6 +389,7 @@ def attend_chunks(
     new_rotation: torch.Tensor | None,
     sinks: torch.Tensor | None = None,
     window: int | None = None,
+    chunked: bool = False,
     **layer: Any,
 ) -> None:
     """One call of ``ChunkAttention`` for a ``CachedLayer`` that is described by the rest.
@@ -398,7 +402,7 @@ def attend_chunks(
         output: like ``query``; the strides' rows are written.
     """
     told = CachedLayer(**layer, num_queries=query.shape[1], dtype=query.dtype)
-    launch = ChunkAttention(told, new_rotation, sinks, window)
+    launch = ChunkAttention(told, new_rotation, sinks, window, chunked)
     tokens = Tokens(query, key, value, output, logit_scale)
     own = Chunks(steps, chunks, table, positions, finished, max_length, max_slots, max_cached)
     launch(tokens, own, own.parts(gathered))

@@ -24,6 +24,14 @@ from .tiles import MOST_REGISTERS, first_part, load_rows, soft_cap, store_rows, 
 
 
 @triton.jit
+def first_seen(position, window, CHUNKED: tl.constexpr):
+    """The lowest rank that a query at ``position`` sees of its window, or of its chunk."""
+    if CHUNKED:
+        return position - position % window
+    return position + 1 - window
+
+
+@triton.jit
 def stride_logits(
     queries,
     keys,
@@ -37,12 +45,14 @@ def stride_logits(
     rest_of_queries=None,
     rest_of_keys=None,
     EARLIER: tl.constexpr = False,
+    CHUNKED: tl.constexpr = False,
 ):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
     ``scale`` is one number per query; ``seen`` marks existing keys; ``slope`` is ALiBi's, or None;
     ``window`` is the number of tokens that a query sees, its own included, or None. The rest is
     the latent part of queries and keys, or None. ``EARLIER``: all keys precede all queries.
+    ``CHUNKED``: a query sees its own chunk of ``window`` ranks instead.
     """
     products = dot_keys(queries, keys)
     if rest_of_queries is not None:
@@ -54,7 +64,7 @@ def stride_logits(
     if not EARLIER:
         visible = visible & (key_rank[None, :] <= position[:, None])
     if window is not None:
-        visible = visible & (key_rank[None, :] > position[:, None] - window)
+        visible = visible & (key_rank[None, :] >= first_seen(position, window, CHUNKED)[:, None])
     return tl.where(visible, logits, float("-inf"))
 
 
@@ -109,6 +119,7 @@ def _attend_strides(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     KEYS: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     row = tl.program_id(2)
     query_head = tl.program_id(1)
@@ -141,7 +152,7 @@ def _attend_strides(
     if slopes is not None:
         slope = tl.load(slopes + query_head)
     if window is not None:  # no query sees an earlier key
-        first_key = tl.maximum(first_key, cached + first_query + 1 - window)
+        first_key = tl.maximum(first_key, first_seen(cached + first_query, window, CHUNKED))
     top, total, acc = empty_softmax(QUERIES, VALUE)
 
     gathered += (row * NUM_HEADS + head).to(tl.int64) * width * ROW
@@ -154,15 +165,16 @@ def _attend_strides(
         if FIRST < HEAD:
             latents = values
         logits = stride_logits(
-            queries, keys, position, place, seen, factor, cap, slope, window, rest, latents, True
-        )
+            queries, keys, position, place, seen, factor, cap, slope, window, rest, latents, True,
+            CHUNKED,
+        )  # fmt: skip
         top, total, acc = online_softmax(top, total, acc, logits, values)
     own = tl.minimum(first_query + QUERIES, length)
     if SPLITS > 1:
         own = tl.where(part == there - 1, own, 0)
     first_own = 0
     if window is not None:
-        first_own = tl.maximum(first_query + 1 - window, 0)
+        first_own = tl.maximum(first_seen(cached + first_query, window, CHUNKED) - cached, 0)
     for begin in range(first_own, own, TILE):
         place = begin + tl.arange(0, TILE)
         seen = place < length
@@ -176,8 +188,9 @@ def _attend_strides(
             source = (start + place) * value_stride + head * VALUE
             values = load_rows(value + source, seen, 0, VALUE)
         logits = stride_logits(
-            queries, keys, position, cached + place, seen, factor, cap, slope, window, rest, latents
-        )
+            queries, keys, position, cached + place, seen, factor, cap, slope, window, rest,
+            latents, False, CHUNKED,
+        )  # fmt: skip
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
     if SPLITS > 1:
@@ -218,6 +231,7 @@ class StrideAttention:
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
         split: splits attention over keys.
         window: tokens that a query sees, its own included; None: all.
+        chunked: whether a query sees its own chunk of ``window`` ranks instead.
     """
 
     def __init__(
@@ -226,6 +240,7 @@ class StrideAttention:
         sinks: torch.Tensor | None = None,
         split: Split = WHOLE,
         window: int | None = None,
+        chunked: bool = False,
     ) -> None:
         self._heads = layer.heads
         num_queries, _, head_size, new = layer.heads
@@ -241,6 +256,7 @@ class StrideAttention:
             maxnreg=MOST_REGISTERS,
             SPLITS=split.splits,
             KEYS=split.keys,
+            CHUNKED=chunked,
         )
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:

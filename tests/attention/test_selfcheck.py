@@ -68,6 +68,7 @@ POLICIES: dict[str, dict[str, Any]] = {
                "recall": 2, "recall_store": 24, "recall_every": 3, "recall_queries": 3},
 }  # fmt: skip
 WINDOWED = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32, window=7)
+CHUNKED = replace(WINDOWED, chunked=True)
 LATENT = LayerShape(
     num_heads=3, num_kv_heads=1, head_size=24, dtype=torch.float32, is_neox=False, latent=16
 )
@@ -80,6 +81,8 @@ UNROTATED = replace(SHAPE, rotary_dim=0)
 CODED = replace(SHAPE, num_heads=4, num_kv_heads=2, cache_dtype="int8_per_token_head")
 OTHER_SHAPES = {
     "window": ("sink", WINDOWED),
+    "chunks": ("sink", CHUNKED),
+    "chunks-units": ("units", replace(CHUNKED, window=12)),
     "latent": ("cascade", LATENT),
     "latent-sink": ("sink", LATENT),
     "latent-recall": ("recall", LATENT),
@@ -90,6 +93,7 @@ OTHER_SHAPES = {
     "coded": ("cascade", CODED),
     "coded-sink": ("sink", replace(CODED, cache_dtype="fp8")),
     "coded-window": ("sink", replace(CODED, cache_dtype="fp8_per_token_head", window=7)),
+    "coded-chunks": ("cascade", replace(CODED, window=9, chunked=True)),
     "coded-units": ("units", CODED),
     "coded-recall": ("recall", replace(CODED, cache_dtype="fp8_per_token_head")),
     "neighbours": ("cascade", NEIGHBOURS),
@@ -99,8 +103,9 @@ OTHER_SHAPES = {
     "unrotated": ("cascade", UNROTATED),
     "unrotated-recall": ("recall", UNROTATED),
 }
-"""``window``: a layer with one, beside those that run ``sink``. ``stored``: latent rows in 8 bits;
-``coded``: other rows in 8 bits. ``neighbours``: channels ``2i`` and ``2i + 1`` rotate together."""
+"""``window``: a layer with one, and ``chunks``: one whose queries see their own chunk, beside those
+that run ``sink``. ``stored``: latent rows in 8 bits; ``coded``: other rows in 8 bits.
+``neighbours``: channels ``2i`` and ``2i + 1`` rotate together."""
 
 
 PARTS = {"name": "h2o", "budget": 28, "num_sinks": 2, "prefill_stride": 8}
@@ -152,15 +157,6 @@ def test_the_cpus_library_passes_with_drafts(name: str) -> None:
 @pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
 def test_the_cpus_library_passes(name: str) -> None:
     assert check(name, CPUKVPolicyBackend)
-
-
-@pytest.mark.parametrize("name", ["sink", "cascade", "units"])
-def test_layers_of_chunks(name: str) -> None:
-    """They see no token of the chunk before, and other kernels than windows have."""
-    shape = replace(SHAPE, window=12, chunked=True)
-    rows = Check(resolve(POLICIES[name]), shape, CPUKVPolicyBackend, CPU, 2).run()
-    assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
-    assert shape.label() == "2/1 heads of 8, float32, chunks of 12"
 
 
 @pytest.mark.parametrize("name", ["sink", "lazy"])
@@ -293,6 +289,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "written_at = 1 + tl.load(positions",
     ),
     ("window", chunk, "_from_pages", "moved - shift", "moved + shift"),
+    ("chunks", prefill, "first_seen", "position % window", "position % (window + 1)"),
     ("window", chunk, "_gather_chunks", "hidden + 1 + gone", "hidden + 3 + gone"),
     (
         "window",
@@ -403,6 +400,7 @@ def test_a_broken_kernel_is_named(number: int, monkeypatch: pytest.MonkeyPatch) 
     assert any(kernel in message for kernel in NAMED.get(file, (file,))), message
     assert "2/1 heads of 8, float32" in message and "error" in message
     assert (policy == "window") == ("window of 7" in message)
+    assert (policy == "chunks") == ("chunks of 7" in message)
 
 
 OF_CODES: list[tuple[str, ModuleType, str, str, str]] = [

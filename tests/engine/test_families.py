@@ -256,3 +256,5 @@ def test_family(
     check_company(llm, settings["prefill_stride"])
     if family in SHAPES:
         assert plain_shapes(llm) == SHAPES[family]
+        (layers,) = llm.collective_rpc("_all_layers")  # chunks need memory as windows do
+        assert {layer.impl.window for layer in layers.values()} == {WINDOW, None}

@@ -378,14 +378,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         ),
         "layers share caches",
     ),
-    "chunked layers on CUDA": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(layer_types=["chunked_attention"])
-            )
-        ),
-        "attend within chunks",
-    ),
     "cache type on CUDA": (
         SimpleNamespace(
             model_config=SimpleNamespace(dtype="torch.bfloat16"),

@@ -40,6 +40,8 @@ SLOW = [
     ("gemma2", "cascade"),  # a soft cap
     ("cohere2", "sink"),  # layers that do not rotate
     ("mistral", "cascade"),  # nothing but windows
+    ("llama4", "cascade"),  # chunks of the stream, which strides cross
+    ("llama4", "units"),
 ]
 
 
@@ -100,7 +102,10 @@ def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
     engine_pool.close()
 
 
-@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.slow), "gpt-oss"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("gemma3", marks=pytest.mark.slow), "gpt-oss", "llama4"],
+)
 def test_graphs_memory_is_profiled(
     family: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +140,7 @@ def check_company(llm: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4"])
 def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> None:
     """Without a trace all strides of a chunk are one launch."""
     path, settings = model_of(family), POLICIES["sink"] | {"prefill_stride": 32}

@@ -207,6 +207,7 @@ OTHER_SHAPES = (
     Shape(sinks=True, group=8, head_size=64, window=128, block_size=8, **_UNSCORED),
     Shape(head_size=256, window=1024, block_size=4, pages=256, group=2, num_heads=16, **_UNSCORED),
     Shape(window=1024, block_size=47, pages=22, **_UNSCORED),
+    Shape(window=8192, chunked=True, group=5, block_size=63, **_UNSCORED),
     Shape(keep_logits=False),
     Shape(head_size=256, keep_logits=False),
     Shape(head_size=256, group=16, num_heads=2),

@@ -167,6 +167,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         output=output,
         sinks=sinks,
         window=case.window,
+        chunked=case.chunked,
         latent=case.latent,
         stored=ours.codes,
     )
@@ -192,6 +193,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
                 softcap=case.softcap,
                 sinks=case.sink_logits,
                 window=case.window,
+                chunked=case.chunked,
             )
             error = max(error, close("output", output[part], expected, TOLERANCE[case.dtype]))
             new = rows_of(case, key[part], value[part])

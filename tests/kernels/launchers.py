@@ -57,6 +57,7 @@ class Shape:
     logit_scale: bool = False
     sinks: bool = False
     window: int | None = None
+    chunked: bool = False
     reduction: str = "mean"
     keep_logits: bool = True
     token: bool = False
@@ -86,7 +87,8 @@ class Shape:
         flags = ("per_head", "interleaved", "alibi", "logit_scale", "sinks", "token")
         words += [name for name in flags if getattr(self, name)]
         words += ["soft cap"] if self.softcap else []
-        words += [f"window of {self.window}"] if self.window else []
+        kind = "chunks" if self.chunked else "window"
+        words += [f"{kind} of {self.window}"] if self.window else []
         words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
         words += [f"units of {self.unit}"] if self.unit > 1 else []
         words += [f"strides in {self.parts} parts"] if self.parts > 1 else []
@@ -348,6 +350,7 @@ class Layer:
             output=output,
             sinks=self.sinks,
             window=shape.window,
+            chunked=shape.chunked,
             **self.rows,
         )
         if shape.keep_logits:

@@ -29,7 +29,8 @@ class Case:
 
     ``holes``: empty units of slots among each request's; 0: a few, at random. ``scored``: whether
     attention makes the scores of strides, or the host. ``window``: tokens that a query sees; other
-    layers say positions then (``shifts``). ``latent``: channels of a latent row's value.
+    layers say positions then (``shifts``). ``chunked``: a query sees its own chunk of as many.
+    ``latent``: channels of a latent row's value.
     ``cache_dtype``: of rows in pages, as vLLM calls it.
     """
 
@@ -57,6 +58,7 @@ class Case:
     scored: bool = True
     sinks: bool = False
     window: int | None = None
+    chunked: bool = False
     latent: int | None = None
     cache_dtype: str = "auto"
 

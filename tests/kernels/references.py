@@ -78,6 +78,7 @@ def attend_strides_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     window: int | None = None,
+    chunked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One stride in fp64, as one softmax over all keys.
 
@@ -86,6 +87,7 @@ def attend_strides_reference(
         logit_scale: ``[T]`` or None.
         sinks: ``[H * G]``, logits of nothing, or None.
         window: tokens that a query sees, its own included; None: all.
+        chunked: whether it sees those of its own chunk of ``window`` tokens instead.
 
     Returns:
         output ``[T, H * G, D]``, lse ``[T, H * G]``, probabilities ``[H * G, T, n + T]``.
@@ -104,7 +106,10 @@ def attend_strides_reference(
     if slopes is not None:
         logits = logits + slopes.double()[:, None, None] * distance
     logits = logits.masked_fill(distance > 0, -torch.inf)
-    if window is not None:
+    if chunked and window is not None:
+        chunk = torch.arange(cached + num_tokens) // window
+        logits = logits.masked_fill(chunk != chunk[cached:, None], -torch.inf)
+    elif window is not None:
         logits = logits.masked_fill(distance <= -window, -torch.inf)
     if sinks is not None:
         nothing = sinks.double()[:, None, None].expand(-1, num_tokens, 1)

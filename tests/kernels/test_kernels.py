@@ -127,6 +127,23 @@ WINDOWS: dict[str, Case] = {
 }  # fmt: skip
 
 
+CHUNKS: dict[str, Case] = {
+    # strides that begin in a chunk, cross one or several, and end where one ends
+    "plain": Case(**SMALL, window=9, chunked=True, lengths=(0, 5, None, 8), strides=(3, 17, 40)),
+    "large": Case(
+        **SMALL, window=70, chunked=True, block_size=47, group=1, lengths=(69, 31),
+        strides=(33, 129),
+    ),
+    "as-llama-4": Case(
+        num_heads=1, group=5, head_size=128, window=64, chunked=True, lengths=(39, 7),
+        strides=(70,), dtype=BF16,
+    ),
+    "codes": Case(
+        **SMALL, window=9, chunked=True, lengths=(8, 3), cache_dtype="fp8_per_token_head"
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_decode(name: str) -> None:
     checks.check_decode(ATTENTION[name], "cpu")
@@ -167,6 +184,12 @@ def test_windows(name: str) -> None:
     checks.check_decode(WINDOWS[name], "cpu")
     checks.check_chunks(WINDOWS[name], "cpu")
     checks.check_insert(WINDOWS[name], "cpu", 1)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_of_the_stream(name: str) -> None:
+    """All strides of a step, whose queries see no token of an earlier chunk."""
+    checks.check_chunks(CHUNKS[name], "cpu")
 
 
 @pytest.mark.parametrize("name", ATTENTION)

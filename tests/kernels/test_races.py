@@ -52,7 +52,10 @@ EVICTED = list(recall.CASES.values())
 GROUPS: dict[str, list[Check]] = {
     "decode": on_cpu(checks.check_decode, *ATTENTION.values(), *WINDOWS.values(), *UNITS.values()),
     "prefill": on_cpu(checks.check_prefill, *ATTENTION.values(), *at_units(UNITS)),
-    "chunks": on_cpu(checks.check_chunks, *ATTENTION.values(), *WINDOWS.values(), *at_units(UNITS)),
+    "chunks": on_cpu(
+        checks.check_chunks,
+        *(*ATTENTION.values(), *WINDOWS.values(), *kernels.CHUNKS.values(), *at_units(UNITS)),
+    ),
     "insert": [
         partial(checks.check_insert, case, "cpu", v)
         for case in SHORT.values()

@@ -31,6 +31,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
     """One attention layer. A device implements ``rotation_table``, ``run`` and ``recall_from``.
 
     Attributes:
+        window: tokens of a query's window or chunk; None: all that the policy keeps.
         recall: the layer's evicted units; None without recall.
         recorder: records the kept tokens of every step while the policy is traced; the worker
             sets it.

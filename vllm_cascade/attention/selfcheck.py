@@ -224,10 +224,9 @@ class Side:
         )
         generator = torch.Generator().manual_seed(7)
         sinks = torch.randn(shape.num_heads, generator=generator).to(device)
-        own_window = None if shape.chunked else shape.window  # vLLM's layers of chunks have none
         self.impl = impl(
             *(shape.num_heads, shape.head_size, shape.head_size**-0.5, heads),
-            *(None if shape.slopes is None else list(shape.slopes), own_window, "auto"),
+            *(None if shape.slopes is None else list(shape.slopes), shape.window, "auto"),
             shape.softcap or None,
             sinks=sinks if shape.sinks else None,
         )

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.quantised import CODES
-from vllm_cascade.engine.refusals import REFUSALS, Refusal, chunked
+from vllm_cascade.engine.refusals import REFUSALS, Refusal
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import shares_caches
@@ -219,12 +219,6 @@ class CUDA(Device):
             lambda config, _: shares_caches(config.model_config.hf_text_config),
             "models whose layers share caches (Gemma 3n, Gemma 4 E2B and E4B) run on the CPU only: "
             "kernels for CUDA attend and insert at once; use --kv-policy full",
-        ),
-        Refusal(
-            "chunked layers on CUDA",
-            lambda config, _: chunked(config.model_config),
-            "models whose layers attend within chunks of the stream (Llama 4) run on the CPU only: "
-            "kernels for CUDA do not mask chunks; use --kv-policy full",
         ),
         Refusal(
             "recalled rows in 8 bits on CUDA",

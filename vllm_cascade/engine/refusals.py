@@ -69,11 +69,6 @@ def _rope_types(config: VllmConfig) -> set[str]:
     return set(map(_rope_type, iter_rope_parameters(config.model_config.hf_text_config)))
 
 
-def chunked(model: ModelConfig) -> bool:
-    """Whether layers attend within chunks of the stream."""
-    return "chunked_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
-
-
 def _unknown_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
     return config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES)
 

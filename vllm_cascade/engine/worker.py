@@ -135,11 +135,13 @@ class KVPolicyWorker(SessionWorker):
         with self._our_backend():
             super().load_model(**kwargs)
         for layer in self._all_layers().values():
-            if isinstance(layer.impl, LatentImpl):
+            impl: Any = layer.impl
+            if isinstance(impl, LatentImpl):
                 connect(layer)
             if isinstance(layer, ChunkedLocalAttention):
                 # vLLM's backend for chunks splits a request into one for each chunk.
                 layer.attn_backend = resolve_name(self.device_entry.backend)
+                impl.window = layer.attention_chunk_size  # it does not tell its backend
         for model in self._models():
             choose_long_tables(model, policy.max_position)
         self._move_key_weights()

@@ -7,7 +7,7 @@ does not have it.
 
 from typing import ClassVar
 
-from vllm_cascade.policies.rules import Insertions, Rule
+from vllm_cascade.policies.rules import Insertions, Rule, Rules
 from vllm_cascade.policies.window import Window
 
 
@@ -18,7 +18,8 @@ class Chunk(Window):
 
     def insertions(self) -> Insertions:
         size = self.budget + 1
-        return Insertions([()] * self.budget + [(Rule(0, size, size),)], period=size)
+        chunk: list[Rules] = [()] * self.budget + [(Rule(0, size, size),)]
+        return Insertions(2 * chunk, period=size)  # the cache grows in the first one
 
     def regions(self, t: int, count: int) -> list[str]:
         return ["chunk"] * count

@@ -275,7 +275,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             num_sets=layer.num_sets,
         )
         new_rotation = None if self._layer is None else self._layer.rotation
-        chunks = ChunkAttention(layer, new_rotation, sinks, spec.window)
+        chunks = ChunkAttention(layer, new_rotation, sinks, spec.window, spec.chunked)
         if spec.window is not None:
             return LayerKernels(singles, None, chunks)
         assert tokens.query is not None, "a layer attends"
