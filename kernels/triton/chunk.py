@@ -363,12 +363,16 @@ class ChunkAttention:
         Args:
             parts: ``chunks.parts``.
         """
+        self.attend(tokens, chunks, parts)
+        self._write(tokens, chunks)
+
+    def attend(self, tokens: Tokens, chunks: Chunks, parts: tuple[Strides, ...]) -> None:
+        """Write the strides' rows of ``output`` alone."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
         for strides in parts:
             if strides.num_rows and chunks.max_length:
                 self._gather(tokens, chunks, strides)
                 self._attend(tokens, strides)
-        self._write(tokens, chunks)
 
 
 def attend_chunks(

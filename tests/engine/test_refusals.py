@@ -372,12 +372,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
         "not built for CUDA; set its method to ngram or suffix",
     ),
-    "shared caches on CUDA": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2))
-        ),
-        "layers share caches",
-    ),
     "cache type on CUDA": (
         SimpleNamespace(
             model_config=SimpleNamespace(dtype="torch.bfloat16"),

@@ -46,7 +46,6 @@ SLOW = [
 
 
 ALL = {**FAMILIES, **full_attention.OWN_MODULES, **full_attention.BY_TRANSFORMERS}
-del ALL["iquest-loop-coder"]  # CUDA knows no shared caches
 STRIDES = {"phi3": 32}
 """Of a model with 128 positions, which are not enough for 64 tokens beside what is kept."""
 
@@ -154,9 +153,9 @@ def test_every_family(family: str, engine_pool: EnginePool, tmp_path: Path) -> N
     if family in full_attention.PICTURES:
         pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
     settings = POLICIES["cascade-heads"] | {"prefill_stride": STRIDES.get(family, 64)}
-    two_layers = shallow(ALL[family])
-    path = write_family(tmp_path, two_layers)
+    shape = shallow(ALL[family])
+    path = write_family(tmp_path, shape)
     llm = engine(engine_pool, path, {**settings, "trace": True})
-    check(llm, path, (family, two_layers), settings, prompt_len=1000, native=False)
+    check(llm, path, (family, shape), settings, prompt_len=1000, native=False)
     check_company(llm)
     engine_pool.close()

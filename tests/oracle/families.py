@@ -303,7 +303,12 @@ def write_family(path: str | Path, family: Family) -> Path:
 
 
 def shallow(family: Family) -> Family:
-    """A family with its first two layers, which are one of each kind, where it has two kinds."""
+    """A family with its first two layers, which are one of each kind, where it has two kinds.
+
+    One whose layers share caches keeps them all.
+    """
+    if family.owners:
+        return family
     own = {key: some[:2] if isinstance(some, list) else some for key, some in family.own.items()}
     own["num_hidden_layers"] = 2
     return replace(family, own=own, windows=family.windows[:2], rotated=family.rotated[:2])

@@ -15,7 +15,6 @@ from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.refusals import REFUSALS, Refusal
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
-from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
@@ -213,12 +212,6 @@ class CUDA(Device):
             lambda _, policy: policy.recall > 0 and policy.unit > MOST_UNIT,
             f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
             "--kv-recall 0",
-        ),
-        Refusal(
-            "shared caches on CUDA",
-            lambda config, _: shares_caches(config.model_config.hf_text_config),
-            "models whose layers share caches (Gemma 3n, Gemma 4 E2B and E4B) run on the CPU only: "
-            "kernels for CUDA attend and insert at once; use --kv-policy full",
         ),
         Refusal(
             "recalled rows in 8 bits on CUDA",

@@ -10,7 +10,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES
-from vllm_cascade.engine.worker import KVPolicyWorker
+from vllm_cascade.engine.worker import KVPolicyWorker, owners_of
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -70,7 +70,9 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
             table = runner.input_batch.block_table.block_tables[group].block_table.gpu
         for builder in self._builders():  # one per kind of pages; some layers may not rotate keys
             assert isinstance(builder, CUDABuilder)
-            alike = [layers[name] for name in reversed(builder.layer_names)]
+            # Layers that attend to another's cache run kernels that its owner runs, too.
+            owners = owners_of(layers)
+            alike = [layers[n] for n in reversed(builder.layer_names) if n not in owners]
             for layer in {layer.impl.variant: layer for layer in alike}.values():
                 warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
 

@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the CPU.
-
-In Gemma 3n and Gemma 4 E2B and E4B the last layers attend to the caches of earlier ones. Such a
-layer must see the cache as its owner saw it. So the owner attends first and inserts only when the
-last of these layers has attended. A step then has at most one stride of a request
-(``engine/scheduler.py``). In IQuest Loop Coder a layer attends to its own cache again in the second
-run, without keys, and inserts then.
-"""
+"""Attention of one layer on the CPU."""
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -17,9 +10,9 @@ from vllm_cascade.attention.cpu.builder import CPUMetadata, CPUWave
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
 from vllm_cascade.attention.cpu.recall import LayerRecall
-from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.latent import LatentImpl
 from vllm_cascade.attention.layer import NewTokens, Part
+from vllm_cascade.attention.shared import SharingImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
@@ -27,23 +20,17 @@ from vllm_cascade.recall.stores import Stores
 from vllm_cascade.step.inputs import Singles, Stride, Undone
 
 
-class CPUKVPolicyImpl(KVPolicyImpl):
+class CPUKVPolicyImpl(SharingImpl):
     """Runs a step's waves: single tokens in one batch, longer strides one by one.
 
     Attributes:
         path: attends and inserts; only inserts if other layers attend to this layer's cache.
         attending: attends only; None if no cache is shared.
-        owner: the layer whose cache this one attends to; itself if it attends twice; None: its own.
-        last: name of the last layer that attends to this layer's cache; empty: no other does.
-        waiting: rows of the step that are not inserted yet.
     """
 
-    knows_windows = knows_sinks = knows_codes = knows_sharing = True
+    knows_windows = knows_sinks = knows_codes = True
     path: Path | None = None
     attending: Path | None = None
-    owner: Self | None = None
-    last: str = ""
-    waiting: NewTokens | None = None
     recall: LayerRecall | None = None
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
@@ -52,8 +39,8 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
         self._schedule = spec.schedule
 
-    def attend_to(self, owner: Self) -> None:
-        self.owner, owner.last = owner, self.name
+    def attend_to(self, owner: Any) -> None:
+        super().attend_to(owner)
         owner.path, self.attending = owner._path("insert"), self._path("attend")
         owner.attending = owner._path("attend")
 
@@ -85,55 +72,22 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         return rotary.table(spec.max_distance, forward)[forward:]
 
     def run(self, name: str, metadata: CPUMetadata, new: NewTokens, kv_cache: torch.Tensor) -> None:
-        if self.owner is not None and (self.owner is not self or new.key is None):
-            self._attend_as_sharer(self.owner, name, metadata, new)
-        elif self.last:
-            self._attend_as_owner(metadata, new)
-        elif metadata.singles and not self._recalls(metadata) and self.recorder is None:
+        if self.run_shared(name, metadata, new):
+            return
+        if metadata.singles and not self._recalls(metadata) and self.recorder is None:
             assert self.path is not None, "prepare() was not called"
             self.path.tokens(metadata.singles, new)
         else:
             for wave in metadata.waves:
-                self._select(wave, new)
-                self._update(wave, new, metadata.table)
+                self._select_units(metadata, wave, new)
+                self._end_wave(metadata, wave, new)
 
     def _recalls(self, metadata: CPUMetadata) -> bool:
         return self.recall is not None and metadata.recalls
 
-    # --- shared caches ------------------------------------------------------------------------
-
-    def _attend_as_owner(self, metadata: CPUMetadata, new: NewTokens) -> None:
-        """Attend, and keep the step's rows until other layers have attended."""
-        assert self.waiting is None, f"{self.last} did not run in the previous step"
-        assert len(metadata.waves) <= 1, "a step has several strides of a request"
-        assert self.attending is not None, "attend_to() sets it"
-        for wave in metadata.waves:
-            self._select(wave, new)
-            _attend(self.attending, wave, new)
-        # A compiled model may overwrite the rows; attending again overwrites the output.
-        query, key, value = (rows.clone() for rows in new[:3])
-        self.waiting = NewTokens(query, key, value, torch.empty_like(new.output))
-
-    def _attend_as_sharer(
-        self, owner: Self, name: str, metadata: CPUMetadata, new: NewTokens
-    ) -> None:
-        """Attend to the owner's cache, and end its step if this is the last layer to do so."""
-        waiting = owner.waiting
-        assert waiting is not None and self.attending is not None, (
-            f"{owner.name} did not run before {name}"
-        )
-        shared = new._replace(key=waiting.key, value=waiting.value)
-        for wave in metadata.waves:
-            _attend(self.attending, wave, shared)
-        if name == owner.last:
-            for wave in metadata.waves:
-                owner._update(wave, waiting, metadata.table)
-            owner.waiting = None
-
     # --- one wave -----------------------------------------------------------------------------
 
-    def _select(self, wave: CPUWave, new: NewTokens) -> None:
-        """Recall the units that the wave's queries select."""
+    def _select_units(self, metadata: CPUMetadata, wave: CPUWave, new: NewTokens) -> None:
         if self.recall is None:
             return
         if wave.singles is not None and wave.singles.recall:
@@ -141,15 +95,21 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         for stride in wave.strides:
             self.recall.select_for_stride(stride, new)
 
-    def _update(self, wave: CPUWave, new: NewTokens, table: torch.Tensor) -> None:
-        """Attend and insert, and store what is evicted."""
+    def _only_attend(self, metadata: CPUMetadata, wave: CPUWave, new: NewTokens) -> None:
+        assert self.attending is not None, "attend_to() sets it"
+        if wave.singles is not None:
+            self.attending.tokens([wave.singles], new)
+        for stride in wave.strides:
+            self.attending.stride(stride, new)
+
+    def _end_wave(self, metadata: CPUMetadata, wave: CPUWave, new: NewTokens) -> None:
         assert self.path is not None and self._pages is not None, "prepare() was not called"
         if wave.singles is not None:
             self._tokens(self.path, wave.singles, new)
         for stride in wave.strides:
             self._stride(self.path, stride, new)
         if self.recorder is not None:
-            self.recorder.record(self.name, self._pages, wave.rows, table)
+            self.recorder.record(self.name, self._pages, wave.rows, metadata.table)
 
     def _tokens(self, path: Path, singles: Singles, new: NewTokens) -> None:
         if not singles.recall or self.recall is None:
@@ -168,13 +128,6 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         path.stride(stride, new, gone)
         if gone is not None:
             self.recall.store(plan, gone)
-
-
-def _attend(path: Path, wave: CPUWave, new: NewTokens) -> None:
-    if wave.singles is not None:
-        path.tokens([wave.singles], new)
-    for stride in wave.strides:
-        path.stride(stride, new)
 
 
 class CPULatentImpl(LatentImpl, CPUKVPolicyImpl):

@@ -34,9 +34,10 @@ from vllm_cascade.attention.cuda.workspace import (
     worst_shapes,
     worst_singles,
 )
-from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.latent import LatentImpl
-from vllm_cascade.attention.layer import NewTokens
+from vllm_cascade.attention.layer import NewTokens, Part
+from vllm_cascade.attention.shared import SharingImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.kinds import window_slots
@@ -64,6 +65,7 @@ from vllm_cascade.kernels.triton.scores import head_masses, update, update_from
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
+from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
@@ -77,6 +79,7 @@ class SingleKernels(NamedTuple):
 
     attention: DecodeAttention
     merge: Merge | ScoredMerge
+    plain_merge: Merge
     insertion: Insertion
     num_sets: int
 
@@ -102,7 +105,7 @@ class LayerKernels(NamedTuple):
     chunks: ChunkAttention
 
 
-class TritonKVPolicyImpl(KVPolicyImpl):
+class TritonKVPolicyImpl(SharingImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's.
 
     Attributes:
@@ -144,6 +147,15 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             num_rows = limits.max_num_seqs * drafts * self.num_kv_heads
             num_bytes = num_rows * (row * query.element_size() + 20)
             self._held = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
+        if shares_caches(config.model_config.hf_text_config):
+            self._reserve_waiting(query)
+
+    def _reserve_waiting(self, query: torch.Tensor) -> None:
+        """Let the profile count the rows that wait for other layers: those of two owners, with
+        windows and without, each with an output that is thrown away."""
+        num_rows, heads, size = query.shape
+        made = query.new_empty(2, num_rows, 2 * (heads + self.num_kv_heads), size)
+        del made
 
     def _worst(
         self, policy: Policy, limits: SchedulerConfig, query: torch.Tensor, slots: int
@@ -200,7 +212,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         layer = self._layer
         assert layer is not None, "prepare comes first"
         turning = None if layer.rotation is None else layer.rotation.shape[-1]
-        return turning, layer.is_neox, layer.softcap > 0, layer.slopes is None, layer.sinks is None
+        kinds = turning, layer.is_neox, layer.softcap > 0, layer.slopes is None, layer.sinks is None
+        return *kinds, bool(self.last)
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare comes first"
@@ -224,20 +237,74 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if not metadata.waves:  # a dummy run
             new.output.zero_()
             return
+        if new.key is None and self.owner is None:  # there is no owner before the real pool
+            new.output.zero_()
+            return
+        if self.run_shared(name, metadata, new):
+            return
         tokens = Tokens(*new, logit_scale=metadata.logit_scale)
         kernels = self._kernels(pages, metadata.spec, tokens)
         for wave in metadata.waves:
-            if wave.decode is not None:
-                self._decode(kernels.singles, pages, metadata, wave.decode, new, tokens)
-            for rows in wave.prefill:
-                assert kernels.strides is not None, "layers with a window have no strides"
-                self._prefill(kernels.strides, tokens, rows)
-            if wave.chunks is not None:
-                kernels.chunks(tokens, wave.chunks, self._parts(tokens, wave.chunks))
-            for stride, recall in wave.others:
-                self._in_pytorch(pages, stride, recall, new)
-            if self.recorder is not None:
-                self._record(name, pages, metadata, wave)
+            self._run_wave(name, kernels, pages, metadata, wave, new, tokens, selects=True)
+
+    def _run_wave(
+        self,
+        name: str,
+        kernels: LayerKernels,
+        pages: Pages,
+        metadata: TritonMetadata,
+        wave: DeviceWave,
+        new: NewTokens,
+        tokens: Tokens,
+        selects: bool,
+    ) -> None:
+        """Select units, unless they have been, attend and insert, and store what is evicted."""
+        if wave.decode is not None:
+            self._decode(kernels.singles, pages, metadata, wave.decode, new, tokens, selects)
+        for rows in wave.prefill:
+            assert kernels.strides is not None, "layers with a window have no strides"
+            self._prefill(kernels.strides, tokens, rows, selects)
+        if wave.chunks is not None:
+            kernels.chunks(tokens, wave.chunks, self._parts(tokens, wave.chunks))
+        for stride, recall in wave.others:
+            self._in_pytorch(pages, stride, recall, new, selects)
+        if self.recorder is not None:
+            self._record(name, pages, metadata, wave)
+
+    # --- shared caches ------------------------------------------------------------------------
+
+    def _select_units(self, metadata: TritonMetadata, wave: DeviceWave, new: NewTokens) -> None:
+        if self.recall is None:
+            return
+        tokens = Tokens(*new, logit_scale=metadata.logit_scale)
+        for rows in filter(None, (wave.decode, *wave.prefill)):
+            self._choose(self.recall, tokens, rows)
+        for stride, row in wave.others:
+            if row is not None:
+                self.recall.choose_alone(stride, row, new.query)
+
+    def _only_attend(self, metadata: TritonMetadata, wave: DeviceWave, new: NewTokens) -> None:
+        assert self._pages is not None, "the owner has its pages"
+        tokens, pages = Tokens(*new, logit_scale=metadata.logit_scale), self._pages
+        kernels = self._kernels(pages, metadata.spec, tokens)
+        if wave.decode is not None:
+            merge = kernels.singles.plain_merge
+            self._attend_singles(kernels.singles, merge, pages, metadata, wave.decode, new, tokens)
+        for rows in wave.prefill:
+            assert kernels.strides is not None, "layers with a window have no strides"
+            self._attend_strides(kernels.strides, tokens, rows)
+        if wave.chunks is not None:
+            kernels.chunks.attend(tokens, wave.chunks, self._parts(tokens, wave.chunks))
+        for stride, _ in wave.others:
+            self._stride_in_pytorch(pages, stride, new, "attend")
+
+    def _end_wave(self, metadata: TritonMetadata, wave: DeviceWave, new: NewTokens) -> None:
+        assert self._pages is not None, "the owner has its pages"
+        tokens = Tokens(*new, logit_scale=metadata.logit_scale)
+        kernels = self._kernels(self._pages, metadata.spec, tokens)
+        self._run_wave(self.name, kernels, self._pages, metadata, wave, new, tokens, selects=False)
+
+    # --- kernels --------------------------------------------------------------------------------
 
     def _kernels(self, pages: Pages, spec: KVPolicySpec, tokens: Tokens) -> LayerKernels:
         """The layer's kernels on its pages; those on a pool that is thrown away are not kept."""
@@ -263,13 +330,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             dtype=tokens.key.dtype,
         )
         sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
-        merge: Merge | ScoredMerge = Merge(num_queries, layer.value_size, sinks)
+        merge: Merge | ScoredMerge = (plain := Merge(num_queries, layer.value_size, sinks))
         if scores and not self._decides_with_others:
             words = {**_words(pages, "rank", "score"), "reduction": reduction, "unit": pages.unit}
             merge = ScoredMerge(num_queries, layer.value_size, sinks, **words)
         singles = SingleKernels(
             attention=DecodeAttention(layer, keep_logits=scores),
             merge=merge,
+            plain_merge=plain,
             # Only policies with scores have rules of cells, and requests may bring their own.
             insertion=Insertion(layer, has_cells=scores, saved=self._saved),
             num_sets=layer.num_sets,
@@ -306,9 +374,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         decode: DecodeRows,
         new: NewTokens,
         tokens: Tokens,
+        selects: bool,
     ) -> None:
         where: dict[str, Any] = {"table": decode.table, "steps": decode.steps}
-        rows = decode.index
         saves = None if self._saved is None else decode.saves  # none before there are pages
         if saves is not None:
             save_versions(
@@ -317,19 +385,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         recalling = None
         if self.recall is not None and any(decode.recalls):
             recalling = self._recall_rows(self.recall, decode)
-            self.recall.choose(tokens, recalling, single=True, does=decode.recalls)
-        if not decode.leads:
-            place = new.output[rows]
-            if isinstance(rows, torch.Tensor):  # a copy
-                place = torch.empty_like(place)
-            tokens = Tokens(*new.at(rows), place)
-        singles = decode.singles.get((self.num_heads, self.head_size))
-        if singles is None:
-            singles = self._shared_singles(kernels, pages, metadata, decode, saves)
-        kernels.attention(tokens, singles)
-        kernels.merge(tokens, singles)
-        if isinstance(rows, torch.Tensor) and tokens.output is not None:
-            new.output[rows] = tokens.output
+            if selects:
+                self.recall.choose(tokens, recalling, single=True, does=decode.recalls)
+        tokens, singles = self._attend_singles(
+            kernels, kernels.merge, pages, metadata, decode, new, tokens
+        )
         if metadata.spec.policy.uses_attention:
             if self._decides_with_others:
                 singles = self._update(pages, singles, metadata.spec.policy.head_reduction)
@@ -349,6 +409,41 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         kernels.insertion(tokens, singles)
         if self.recall is not None and recalling is not None:
             self.recall.store(recalling, decode.recalls)
+
+    def _attend_singles(
+        self,
+        kernels: SingleKernels,
+        merge: Merge | ScoredMerge,
+        pages: Pages,
+        metadata: TritonMetadata,
+        decode: DecodeRows,
+        new: NewTokens,
+        tokens: Tokens,
+    ) -> tuple[Tokens, Singles]:
+        """Write the rows' output; return their tokens, and what later kernels find."""
+        rows, saves = decode.index, None if self._saved is None else decode.saves
+        if not decode.leads:
+            place = new.output[rows]
+            if isinstance(rows, torch.Tensor):  # a copy
+                place = torch.empty_like(place)
+            tokens = Tokens(*new.at(rows), place)
+        singles = decode.singles.get((self.num_heads, self.head_size))
+        if singles is None:
+            singles = self._shared_singles(kernels, pages, metadata, decode, saves)
+        kernels.attention(tokens, singles)
+        merge(tokens, singles)
+        if isinstance(rows, torch.Tensor) and tokens.output is not None:
+            new.output[rows] = tokens.output
+        return tokens, singles
+
+    def _choose(self, recall: LayerRings, tokens: Tokens, rows: DecodeRows | PrefillRows) -> None:
+        """Let some rows select the units that are brought back."""
+        if not any(rows.recalls):
+            return
+        single = isinstance(rows, DecodeRows)
+        columns = None if isinstance(rows, DecodeRows) else rows.width
+        recalling = self._recall_rows(recall, rows, columns)
+        recall.choose(tokens, recalling, single=single, does=rows.recalls)
 
     def _recall_rows(
         self, recall: LayerRings, rows: DecodeRows | PrefillRows, columns: int | None = None
@@ -464,22 +559,30 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
         return [tensor_model_parallel_all_gather(x, dim=1).contiguous() for x in tensors]
 
-    def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
+    def _prefill(
+        self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows, selects: bool
+    ) -> None:
         """Gather what is cached, attend, add up what keys received, choose and write."""
         recalling = None
         if self.recall is not None and any(rows.recalls):
             recalling = self._recall_rows(self.recall, rows, columns=rows.width)
-            self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
-        shared = rows.strides.get((self.num_heads, self.head_size))
-        strides = shared or self._shared(kernels, tokens, rows)
-        kernels.gather(strides)
-        kernels.attention(tokens, strides)
+            if selects:
+                self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
+        strides = self._attend_strides(kernels, tokens, rows)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
             strides = self._of_all_ranks(strides, kernels.reduction)
         if self.recall is not None and recalling is not None and rows.recalls.stores:
             self.recall.store(recalling, rows.recalls, tokens, kernels.choice(strides))
         kernels.insertion(tokens, strides)
+
+    def _attend_strides(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> Strides:
+        """Write the rows' output; return what later kernels find."""
+        shared = rows.strides.get((self.num_heads, self.head_size))
+        strides = shared or self._shared(kernels, tokens, rows)
+        kernels.gather(strides)
+        kernels.attention(tokens, strides)
+        return strides
 
     def _shared(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> Strides:
         """These strides and what their kernels leave each other, the first layer's for all."""
@@ -548,18 +651,26 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return replace(strides, sums=sums, query_heads=sums.shape[1])
 
     def _in_pytorch(
-        self, pages: Pages, stride: Stride, row: np.ndarray | None, new: NewTokens
+        self, pages: Pages, stride: Stride, row: np.ndarray | None, new: NewTokens, selects: bool
     ) -> None:
         """One stride in PyTorch; ``row``: int32 ``[RECALL_COLUMNS]``, None without recall."""
-        assert self._layer is not None, "warm-up rows are left out"
         recall, gone = self.recall, None
         if recall is not None and row is not None:
-            gone = recall.choose_alone(stride, row, new.query)
-        with torch.device(new.query.device):  # where the path makes its index tables
-            rows = new.at(stride.rows)
-            attended = attend_and_insert(self._layer, pages, stride, *rows, gone)
-            if recall is not None and row is not None and gone is not None:
+            if selects:
+                recall.choose_alone(stride, row, new.query)
+            gone = recall.room(row)
+        self._stride_in_pytorch(pages, stride, new, "both", gone)
+        if recall is not None and row is not None and gone is not None:
+            with torch.device(new.query.device):
                 recall.store_evicted(row, gone)
+
+    def _stride_in_pytorch(
+        self, pages: Pages, stride: Stride, new: NewTokens, part: Part, gone: Evicted | None = None
+    ) -> None:
+        assert self._layer is not None, "warm-up rows are left out"
+        layer = self._layer if part == "both" else replace(self._layer, part=part)
+        with torch.device(new.query.device):  # where the path makes its index tables
+            attended = attend_and_insert(layer, pages, stride, *new.at(stride.rows), gone)
         new.output[stride.rows] = attended.to(new.output.dtype)
 
     def _record(self, layer: str, pages: Pages, metadata: TritonMetadata, wave: DeviceWave) -> None:

@@ -176,8 +176,8 @@ class LayerRings:
 
     # --- a stride that runs in PyTorch ------------------------------------------------------------
 
-    def choose_alone(self, stride: Stride, row: np.ndarray, query: torch.Tensor) -> Evicted | None:
-        """``choose`` for one stride; returns room for the units that it evicts, if any.
+    def choose_alone(self, stride: Stride, row: np.ndarray, query: torch.Tensor) -> None:
+        """``choose`` for one stride.
 
         Args:
             row: int32 ``[RECALL_COLUMNS]``, the stride's.
@@ -188,7 +188,10 @@ class LayerRings:
         rows = self.rows(table, steps, recall, num_queries, columns=0)
         tokens = Tokens(query, query[:, : self._layer.num_kv_heads])  # no key is read
         self.choose(tokens, rows, single=False, does=EVERYTHING)
-        with torch.device(device):
+
+    def room(self, row: np.ndarray) -> Evicted | None:
+        """Room for the units that a stride evicts, if any."""
+        with torch.device(self._pages.kv.device):
             num = int(row[STORED])
             return Evicted.room(self._layer, self._pages, num) if num else None
 

@@ -61,6 +61,8 @@ def warm_up(
                 output = query.new_empty(num, impl.num_heads, value.shape[2])
                 layer = SimpleNamespace(layer_name="warm-up")
                 impl.forward(layer, query, key, value, kv_cache, metadata, output)
+                if impl.waiting is not None:  # for layers that share its cache
+                    impl.end_step(metadata)
     finally:
         builder.requests, builder.counters, builder.drafts = requests, counters, drafts
 
