@@ -182,7 +182,7 @@ def test_quantised_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "cohere2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "cohere2", "llama4", "gemma3n"])
 def test_windows_on_triton(
     family: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,8 @@ SLOW = [
     ("mistral", "cascade"),  # nothing but windows
     ("llama4", "cascade"),  # chunks of the stream, which strides cross
     ("llama4", "units"),
+    ("gemma4-shared", "h2o"),  # layers that attend to another's cache
+    ("gemma3n", "units"),
 ]
 
 
@@ -103,7 +105,7 @@ def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param("gemma3", marks=pytest.mark.slow), "gpt-oss", "llama4"],
+    [pytest.param("gemma3", marks=pytest.mark.slow), "gpt-oss", "llama4", "gemma3n"],
 )
 def test_graphs_memory_is_profiled(
     family: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +141,7 @@ def check_company(llm: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "gemma3n"])
 def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> None:
     """Without a trace all strides of a chunk are one launch."""
     path, settings = model_of(family), POLICIES["sink"] | {"prefill_stride": 32}

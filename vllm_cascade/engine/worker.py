@@ -145,12 +145,24 @@ class KVPolicyWorker(SessionWorker):
         for model in self._models():
             choose_long_tables(model, policy.max_position)
         self._move_key_weights()
-        # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
-        stock = self.model_runner.get_kv_cache_spec
-        self.model_runner.get_kv_cache_spec = lambda: self._bounded(stock)
+        self._bound_caches(self.model_runner)
         assert self.device is not None, "init_device sets it"
         entry = self.device_entry
         certify_layers(self.vllm_config, policy, self._layer_shapes, entry, self.device)
+
+    def _bound_caches(self, runner: Any) -> None:
+        """Let the runner have bounded caches.
+
+        The worker's methods call the runner's, which profiling of CUDA graphs calls itself.
+        """
+        specs, initialize = runner.get_kv_cache_spec, runner.initialize_kv_cache
+        owners = owners_of(self._attention_layers())
+
+        def initialize_kv_cache(config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+            initialize(beside_owners(config, owners) if owners else config, *args, **kwargs)
+
+        runner.get_kv_cache_spec = lambda: self._bounded(specs)
+        runner.initialize_kv_cache = initialize_kv_cache
 
     def _layer_shapes(self) -> tuple[LayerShape, ...]:
         """The different shapes of the model's layers."""
@@ -215,7 +227,7 @@ class KVPolicyWorker(SessionWorker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         layers = self._attention_layers()
         owners = owners_of(layers)
-        super().initialize_from_config(beside_owners(kv_cache_config, owners))
+        super().initialize_from_config(kv_cache_config)
         first, *_ = builders = self._builders()
         self._prepare(self.model_runner.get_model(), self.model_config, builders, layers)
         for name, owner in owners.items():
