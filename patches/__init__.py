@@ -30,10 +30,18 @@ def apply_all() -> None:
         max_model_len,
         pool_size,
         request_checks,
+        snapshot_create,
         stat_loggers,
     )
 
-    for patch in (max_model_len, engine_args, pool_size, request_checks, stat_loggers):
+    for patch in (
+        max_model_len,
+        engine_args,
+        pool_size,
+        request_checks,
+        snapshot_create,
+        stat_loggers,
+    ):
         patch.apply()
     _applied = True
 

@@ -5,24 +5,31 @@ What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall``, ``--kv-policy-conf
 ``--kv-policy-check`` and ``--kv-sessions*`` to every command that builds its parser after plugins
 load, and the same names as arguments of ``LLM`` and ``EngineArgs``. A policy is checked and applied
 when vLLM creates its configuration. The settings travel in ``additional_config``, which reaches
-every process of the engine. API servers also get a middleware that rejects requests with misplaced
-``kv_*`` keys.
+every process of the engine, and in the parsed arguments, which reach spawned API servers. These
+also get a middleware that rejects requests with misplaced ``kv_*`` keys. A server that only renders
+prompts accepts the engine's ``--max-model-len``.
 Why: vLLM has no hook for a general plugin to add flags or to adjust ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
 
 import argparse
 import functools
+from copy import copy
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from vllm_cascade.patches import max_model_len
 from vllm_cascade.policies.arguments import ARGUMENTS, CHECK, CONFIG, FLAGS, default_of, parse
 from vllm_cascade.policies.flags import add_flags
-from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyError
 from vllm_cascade.sessions import settings as sessions
 from vllm_cascade.sessions.settings import SessionSettings
+
+NAMES = (*ARGUMENTS, CHECK, *sessions.ARGUMENTS)
+"""All arguments that the plugin adds."""
 
 
 def merge_settings(
@@ -94,13 +101,13 @@ def apply() -> None:
     from_cli_args: Any = classmethod(_wrap_from_cli_args(EngineArgs.from_cli_args.__func__))
     EngineArgs.from_cli_args = from_cli_args
     EngineArgs.create_engine_config = _wrap_create(EngineArgs.create_engine_config)
+    EngineArgs.create_model_config = _wrap_create_model(EngineArgs.create_model_config)
 
 
 def _wrap_init(original):
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        names = (*ARGUMENTS, CHECK, *sessions.ARGUMENTS)
-        given = {name: kwargs.pop(name, None) for name in names}
+        given = {name: kwargs.pop(name, None) for name in NAMES}
         original(self, *args, **kwargs)
         self.additional_config = merge_settings(self.additional_config, given)
 
@@ -134,7 +141,11 @@ def _wrap_from_cli_args(original):
     @functools.wraps(original)
     def from_cli_args(cls, args: argparse.Namespace):
         engine_args = original(cls, args)
-        engine_args.additional_config = merge_settings(engine_args.additional_config, vars(args))
+        merged = merge_settings(engine_args.additional_config, vars(args))
+        for name in NAMES:
+            vars(args).pop(name, None)
+        # One object: API servers get the parsed arguments with what ``_keep`` adds.
+        args.additional_config = engine_args.additional_config = merged
         return engine_args
 
     return from_cli_args
@@ -151,7 +162,7 @@ def _wrap_create(original):
                     f"{FLAGS.name(sessions.SESSIONS)} keeps states of a bounded cache; add "
                     f"{FLAGS.name(CONFIG_KEY)}, or remove it"
                 )
-            for key in (*ARGUMENTS, CHECK, *sessions.ARGUMENTS):
+            for key in NAMES:
                 self.additional_config.pop(key, None)
             return original(self, *args, **kwargs)
         from vllm_cascade.engine.configure import apply_policy
@@ -161,6 +172,39 @@ def _wrap_create(original):
             config = original(self, *args, **kwargs)
         this_device().restore(config, self)
         apply_policy(config, raw, native.max_len, native.default)
+        _keep(self.additional_config, raw, config)
         return config
 
     return create_engine_config
+
+
+def _keep(additional_config: dict[str, Any], raw: Given, config: VllmConfig) -> None:
+    """Add defaults that depend on the host's free memory to the settings of ``config``.
+
+    API servers of several are configured again, beside engines that may have taken that memory.
+
+    Args:
+        additional_config: what ``raw`` was read from; changed in place.
+    """
+    policy = policy_of(config.additional_config)
+    assert policy is not None
+    kept = copy(raw)  # with the names of its keys
+    if "preset" not in raw:  # a preset's recall has no default
+        kept.setdefault("recall", policy.recall)
+    if policy.recall:
+        kept.setdefault("recall_memory", policy.recall_memory)
+    for key in ARGUMENTS:
+        additional_config.pop(key, None)
+    additional_config[CONFIG_KEY] = kept
+
+
+def _wrap_create_model(original):
+    @functools.wraps(original)
+    def create_model_config(self):
+        # A server that only renders prompts creates no configuration of an engine.
+        if max_model_len.is_bounded() or parse(self.additional_config) is None:
+            return original(self)
+        with max_model_len.positions_are_bounded():
+            return original(self)
+
+    return create_model_config

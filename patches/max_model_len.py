@@ -54,6 +54,11 @@ def positions_are_bounded() -> Iterator[NativeLength]:
         _recording.reset(token)
 
 
+def is_bounded() -> bool:
+    """Whether this runs within ``positions_are_bounded``."""
+    return _recording.get() is not None
+
+
 def _longest(
     own: int, hf_config: Any, model_arch_config: Any, tokenizer_config: Any = None, **_: Any
 ) -> int:

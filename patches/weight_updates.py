@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``EngineCore.collective_rpc`` and ``add_lora`` (checked against vLLM 0.32.0 and 0.33.0).
+"""Patch of ``EngineCore.collective_rpc``, ``add_lora`` and ``reset_prefix_cache`` (checked against
+vLLM 0.32.0 and 0.33.0).
 
 What: a scheduler that keeps sessions hears that workers were told to change the model's weights, or
-to load an adapter.
+to load an adapter. A reset that drops sessions makes an idle engine take a step.
 Why: states of other weights must not be used or written as those of the weights in the model's
 files, and vLLM sends such calls to workers only. A worker could tell with its next step's output,
-but by then that step may have started a request from a session.
-Removed when: schedulers hear of weight updates.
+but by then that step may have started a request from a session. A pause resets when the engine is
+idle, just before it waits for messages without looking for work again, and workers hear of dropped
+sessions in a step.
+Removed when: schedulers hear of weight updates, and an idle engine looks for work after callbacks.
 """
 
 import functools
 from typing import Any
 
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
 CALLS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods of vLLM's workers after which weights are others."""
 _original, _add_lora = EngineCore.collective_rpc, EngineCore.add_lora
+_reset = EngineCore.reset_prefix_cache
 
 
 @functools.wraps(_original)
@@ -38,6 +43,19 @@ def add_lora(self: EngineCore, lora_request: LoRARequest) -> bool:
     return _add_lora(self, lora_request)
 
 
+@functools.wraps(_reset)
+def reset_prefix_cache(self: EngineCore, *args: Any, **kwargs: Any) -> bool:
+    try:
+        return _reset(self, *args, **kwargs)
+    finally:
+        sessions = getattr(self.scheduler, "sessions", None)
+        # An engine without a process of its own has no queue.
+        messages = getattr(self, "input_queue", None)
+        if messages is not None and sessions is not None and sessions.index.pending:
+            messages.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
 def apply() -> None:
     """Replace the methods; later calls change nothing."""
     EngineCore.collective_rpc, EngineCore.add_lora = collective_rpc, add_lora
+    EngineCore.reset_prefix_cache = reset_prefix_cache

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 
 from tests.engine.test_scheduler import finish_step, make_scheduler
@@ -168,6 +170,24 @@ def test_weights_that_change(call: str, tmp_path: Path) -> None:
     ask(scheduler, [*history, 5])
     assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
     scheduler.shutdown()
+
+
+def test_a_reset_wakes_an_idle_engine(scheduler: Any) -> None:
+    """vLLM resets at the end of a pause, just before it waits for messages without looking for
+    work, and workers hear of dropped sessions in the next step."""
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler, core.input_queue = scheduler, queue.Queue()
+    assert core.reset_prefix_cache() and core.input_queue.empty()
+    ask(scheduler, PROMPT)
+    finish_step(scheduler, scheduler.schedule())
+    assert not scheduler.has_requests()
+    assert core.reset_prefix_cache() and scheduler.has_requests()
+    assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+    finish_step(scheduler, scheduler.schedule())
+    assert not scheduler.has_requests() and len(index_of(scheduler)) == 0
+    in_process = EngineCore.__new__(EngineCore)  # has no queue
+    in_process.scheduler = scheduler
+    assert in_process.reset_prefix_cache()
 
 
 def test_an_adapter_that_changes_before_its_first_request(scheduler: Any, tmp_path: Path) -> None:

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three flags, the three ``LLM`` arguments, and what they become."""
 
+import copy
 import importlib
+import multiprocessing
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.cli import snapshot
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_cascade.engine.configure
 from tests.conftest import MODEL
+from tests.patches import front_end
 from vllm_cascade import patches
+from vllm_cascade.engine import recall_memory
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
@@ -86,6 +92,82 @@ def test_a_server_looks_at_bodies() -> None:
     assert isinstance(getattr(importlib.import_module(module), name), type)
     engine = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     assert not hasattr(engine.parse_args([]), "middleware")
+
+
+SERVED = ("--kv-policy", "sink", "--kv-budget", "128", "--max-model-len", "20000")
+
+
+def served(*flags: str) -> Any:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([str(MODEL), *flags])
+    args.model = args.model_tag
+    return args
+
+
+def test_spawned_servers_have_the_policy() -> None:
+    """With more than one API server, and those of a supervisor, which configures nothing itself."""
+    shared, supervised = served(*SERVED), copy.copy(served(*SERVED))
+    config = AsyncEngineArgs.from_cli_args(shared).create_engine_config()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as spawned:
+        found = [*spawned.map(front_end.configured, [shared, supervised])]
+    (policy, *others), (own, *_) = found
+    assert isinstance(config.additional_config, dict)
+    assert policy == config.additional_config["kv_policy"] and policy["recall_memory"] > 0
+    assert {**own, "recall_memory": policy["recall_memory"]} == policy
+    assert found[1][1:] == tuple(others) == (config.parallel_config.worker_cls, 20_000)
+
+
+@pytest.mark.parametrize("first", ["much", "little"])
+@pytest.mark.parametrize("in_config", [True, False])
+def test_another_configuration_is_the_same(
+    first: str, in_config: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """API servers are configured after the engines, which may have taken the host's memory."""
+    flags = SERVED
+    if in_config:
+        inside = '{"kv_policy": "sink", "kv_budget": 128, "kv_sessions": true}'
+        flags = ("--additional-config", inside, *SERVED[4:])
+    args, policies = served(*flags), []
+    for available in (64 << 30, 1 << 10) if first == "much" else (1 << 10, 64 << 30):
+        monkeypatch.setattr(recall_memory, "available_bytes", lambda most=available: most)
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        assert isinstance(config.additional_config, dict)
+        policies.append(config.additional_config["kv_policy"])
+        assert (SessionSettings.of(config.additional_config) is not None) is in_config
+    assert policies[0] == policies[1]
+    assert (policies[0]["recall"] > 0) is (first == "much")
+
+
+def test_a_server_that_renders_only() -> None:
+    """It creates a model's configuration and no engine's."""
+    args = AsyncEngineArgs.from_cli_args(served(*SERVED))
+    assert args.create_model_config().max_model_len == 20_000
+    with pytest.raises(ValueError, match="max_model_len"):
+        AsyncEngineArgs.from_cli_args(served(*SERVED[4:])).create_model_config()
+
+
+def create_snapshot(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
+    """The arguments with which ``vllm snapshot create`` begins its work."""
+    args = served("--revision", "a" * 40, *flags)
+    args.model = args.model_tag = "some/model"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    snapshot.validate_create_args(args)
+    return args
+
+
+def test_snapshots_of_stock_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses servers that have middleware, and all have ours."""
+    create_snapshot(monkeypatch)
+    with pytest.raises(ValueError, match="one unauthenticated plaintext HTTP server"):
+        create_snapshot(monkeypatch, "--middleware", "a.b")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [SERVED, ("--kv-sessions",), ("--additional-config", '{"kv_policy": {"name": "sink"}}')],
+)
+def test_snapshots_of_policies(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KVPolicyError, match="vllm snapshot create"):
+        create_snapshot(monkeypatch, *flags)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,25 @@ from vllm_cascade.policies.arguments import KEYS, REQUEST, collect, plain_key
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.settings import SESSION_ARGUMENTS
 
-MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
+
+class ImportPath(str):
+    """A path of this package in parsed arguments: unpickling it loads the plugin.
+
+    vLLM spawns API servers (``--api-server-count``, several data-parallel engines) and reads their
+    arguments before it loads plugins: without this, they would run without the policy.
+    """
+
+    __slots__ = ()
+
+
+MIDDLEWARE = ImportPath(f"{__name__}.KVKeysMiddleware")
 """Import path for vLLM's ``--middleware``."""
 PLACES = {
     "/inference/v1/generate": ("sampling_params", "extra_args"),
     "/generative_scoring": None,
     "/cohere/v2/chat": None,
     "/v1/systemone": None,
+    "/v1/decisions": None,
 }
 """Where endpoints have arguments that reach the engine, if not in ``vllm_xargs``."""
 HOLDERS = ("vllm_xargs", "sampling_params")
