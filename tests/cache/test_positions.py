@@ -25,15 +25,15 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 128,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "alpha": {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0},
 }
 
 
-def rope(kind: str, *, partial: float = 1.0, is_neox: bool = True) -> Any:
+def rope(kind: str, *, partial: float = 1.0, is_neox: bool = True, head: int = HEAD) -> Any:
     parameters = {"rope_type": kind, "rope_theta": 10000.0, "partial_rotary_factor": partial}
+    own = ROPES.get(kind, {"factor": 2.0})
     with set_current_vllm_config(VllmConfig()):
-        return get_rope(
-            HEAD, LENGTH, is_neox, {**parameters, **ROPES.get(kind, {"factor": 2.0})}, torch.float32
-        )
+        return get_rope(head, LENGTH, is_neox, {**parameters, **own}, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -84,7 +84,7 @@ class Layer(nn.Module):
 
     def __init__(self, slopes: Any = None) -> None:
         super().__init__()
-        self.impl = SimpleNamespace(alibi_slopes=slopes)
+        self.impl, self.head_size = SimpleNamespace(alibi_slopes=slopes), HEAD
 
 
 @pytest.fixture
@@ -114,18 +114,38 @@ def test_each_layer_gets_its_own_rotary(fake_attention: None) -> None:
 def test_layers_without_movable_positions_are_refused(fake_attention: None) -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([block()])
-    with pytest.raises(KVPolicyError, match="neither rotary embeddings nor ALiBi"):
+    with pytest.raises(KVPolicyError, match="neither rotary embeddings of vLLM's nor ALiBi"):
         find_rotaries(model, {"a": model.layers[0].attn})
     model.layers = nn.ModuleList([block(rope("default"), rope("linear"))])
     with pytest.raises(KVPolicyError, match="more than one rotary"):
         find_rotaries(model, {"a": model.layers[0].attn})
 
 
+def test_a_rotary_module_of_smaller_heads_is_refused(fake_attention: None) -> None:
+    """It turns every piece of a head (Param2 with a ``partial_rotary_factor`` below 1)."""
+    module, model = rope("default", head=HEAD // 2), nn.Module()
+    key = torch.randn(1, HEAD)
+    turned, _ = module.forward_native(torch.tensor([5]), key.clone(), key.clone())
+    assert not torch.equal(turned[:, HEAD // 2 :], key[:, HEAD // 2 :]), "as vLLM has it"
+    model.layers = nn.ModuleList([block(module)])
+    with pytest.raises(KVPolicyError, match=r"heads of 16 channels.*32.*--kv-policy full"):
+        find_rotaries(model, {"a": model.layers[0].attn})
+
+
+def test_a_rotary_module_of_a_heads_last_channels(fake_attention: None) -> None:
+    """MiniCPM3's."""
+    model = nn.Module()
+    model.block = block(rope("default", head=8))
+    model.block.qk_nope_head_dim = HEAD - 8
+    found = find_rotaries(model, {"a": model.block.attn})["a"]
+    assert found is not None and (found.begin, len(found.inv_freq)) == (HEAD - 8, 4)
+
+
 def test_another_layers_rotary_is_none_of_ones_own(fake_attention: None) -> None:
     """Granite's layers without a base have no rotary module, and the others share one."""
     shared, model = rope("default"), nn.Module()
     model.layers = nn.ModuleList([block(shared), block(), block(shared)])
-    with pytest.raises(KVPolicyError, match="b has neither rotary embeddings nor ALiBi"):
+    with pytest.raises(KVPolicyError, match="b has neither rotary embeddings of vLLM's nor ALiBi"):
         find_rotaries(model, {"b": model.layers[1].attn})
 
 

@@ -26,11 +26,13 @@ from tests.engine.test_families import (
 from tests.engine.test_prefix_caching import ask
 from tests.oracle.families import model_class, write_family
 from tests.oracle.full_attention import (
+    ALPHA,
     BY_TRANSFORMERS,
     NOT_LOADED,
     OTHER_NAMES,
     OWN_MODULES,
     PICTURES,
+    full,
 )
 
 ALL = {**OWN_MODULES, **OTHER_NAMES, **BY_TRANSFORMERS}
@@ -110,6 +112,26 @@ def test_key_norms_of_weights_that_are_loaded_again(
     after = ask(llm, [random_tokens(1, 200)])[0]
     assert after[1] == before[1]
     np.testing.assert_allclose(after[2], before[2], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_dynamic_rotary_parameters_with_alpha(engine_pool: EnginePool, tmp_path: Path) -> None:
+    """In vLLM's own modules they are one base, also past the budget; stock vLLM says the same."""
+    path = write_family(tmp_path / "alpha", full("qwen2", **ALPHA))
+    base = {"rope_type": "default", "rope_theta": 10000.0 * 1000.0 ** (32 / 30)}
+    same = write_family(tmp_path / "base", full("qwen2", **{**ALPHA, "rope_parameters": base}))
+    prompts = [random_tokens(1, 40), random_tokens(2, 300)]
+
+    def answers(policy: dict[str, Any] | None, model: Path) -> list[Any]:
+        llm = engine_pool.get(policy, model, max_model_len=1024, skip_tokenizer_init=True)
+        return ask(llm, prompts)
+
+    short, long = answers(POLICIES["cascade-heads"], path)
+    stock, _ = answers(None, path)
+    _, of_base = answers(POLICIES["cascade-heads"], same)
+    for found, expected in ((short, stock), (long, of_base)):
+        assert found[1] == expected[1]
+        np.testing.assert_allclose(found[2], expected[2], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -187,6 +187,35 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "loop_num of IQuest Loop Coder",
     ),
+    "runs that overwrite a cache": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(
+                    recurrent_kv_cache_mode="last_loop", n_recurrent_loops=2
+                )
+            )
+        ),
+        "recurrent_kv_cache_mode last_loop of Dory",
+    ),
+    "attention of its own": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="flint"))
+        ),
+        "use --kv-policy full",
+    ),
+    "recall of several shapes": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(
+                    block_configs=[
+                        {"attention": {"n_heads_in_group": size, "no_op": size is None}}
+                        for size in (4, None, 2)
+                    ]
+                )
+            )
+        ),
+        "set --kv-recall 0",
+    ),
     "tensor parallelism": (
         SimpleNamespace(
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
@@ -486,6 +515,7 @@ def test_refused_configuration(name: str) -> None:
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
         "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
         "recall of odd head sizes": {"name": "sink", "recall": 8},
+        "recall of several shapes": {"name": "sink", "recall": 8},
         "recalled latents in 8 bits": {"name": "sink", "recall": 2, "recall_rows": "int8"},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
@@ -508,6 +538,46 @@ def test_models_with_recurrent_layers_that_are_refused(model_type: str) -> None:
     policy = resolve({"name": "sink"})
     assert refusal_of("untested recurrent layers on CUDA", "cuda").applies(config, policy)
     assert refusal_of("recurrent layers without a kernel").applies(config, policy)
+
+
+def test_recurrent_layers_that_are_known_by_architecture() -> None:
+    """AliceAI's are Kimi's."""
+    hf = SimpleNamespace(model_type="alice", architectures=["AliceAIForCausalLM"])
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf))
+    policy = resolve({"name": "sink"})
+    assert refusal_of("untested recurrent layers on CUDA", "cuda").applies(config, policy)
+    assert refusal_of("recurrent layers without a kernel").applies(config, policy)
+
+
+@pytest.mark.parametrize(
+    ("keys", "applies"),
+    [
+        ({"recurrent_kv_cache_mode": "per_loop", "n_recurrent_loops": 2}, False),
+        ({"recurrent_kv_cache_mode": "last_loop", "n_recurrent_loops": 1}, False),
+        ({}, False),
+    ],
+)
+def test_runs_with_caches_of_their_own(keys: dict[str, Any], applies: bool) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**keys)))
+    refusal = refusal_of("runs that overwrite a cache")
+    assert refusal.applies(config, resolve({"name": "sink"})) == applies
+
+
+@pytest.mark.parametrize(
+    ("blocks", "applies"),
+    [
+        ([{"attention": SimpleNamespace(n_heads_in_group=size)} for size in (4, 2)], True),
+        ([{"num_key_value_heads": heads} for heads in (8, None, 4)], True),  # others' are experts
+        ([{"num_key_value_heads": heads} for heads in (8, None, 8)], False),
+        (None, False),
+    ],
+)
+def test_numbers_of_kv_heads(blocks: Any, applies: bool) -> None:
+    hf = SimpleNamespace(block_configs=blocks)
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf))
+    refusal = refusal_of("recall of several shapes")
+    assert refusal.applies(config, resolve({"name": "sink", "recall": 8})) == applies
+    assert not refusal.applies(config, resolve({"name": "sink"}))
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "float16", *CODES])
@@ -537,6 +607,26 @@ def test_odd_head_sizes_run_without_recall(
     assert "no multiple of 4" in caplog.text
     policy = {"name": "sink", "budget": 128, "prefill_stride": 64, "recall": 8}
     with pytest.raises(KVPolicyError, match="no multiple of 4; set --kv-recall 0"):
+        EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            additional_config={"kv_policy": policy},
+        ).create_engine_config()
+
+
+def test_layers_of_several_shapes_run_without_recall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeciLM's; recall that is asked for is an error."""
+    monkeypatch.setattr(engine.logger, "propagate", True)
+    blocks = [{"attention": {"n_heads_in_group": size, "no_op": False}} for size in (2, 4)]
+    config = {**LLAMA, "num_hidden_layers": 2, "block_configs": blocks}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert create(tmp_path).additional_config["kv_policy"]["recall"] == 0
+    assert "evicted tokens cannot be recalled" in caplog.text
+    assert "different numbers of KV heads" in caplog.text
+    policy = {"name": "sink", "budget": 128, "prefill_stride": 64, "recall": 8}
+    with pytest.raises(KVPolicyError, match=r"numbers of KV heads \(DeciLM\); set --kv-recall 0"):
         EngineArgs(
             model=str(tmp_path),
             skip_tokenizer_init=True,

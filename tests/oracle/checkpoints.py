@@ -234,6 +234,27 @@ def plamo3(weights: Weights) -> Weights:
     return made
 
 
+def step3(weights: Weights) -> Weights:
+    """Gates and values of experts are a tensor each."""
+    made = renamed(
+        weights,
+        {
+            r"q_proj\.0": "q_proj",
+            r"q_proj\.1": "inter_norm",
+            r"q_proj\.2": "wq",
+            r"block_sparse_moe\.router": "moe.gate",
+            r"block_sparse_moe\.experts\.(\w+)": r"moe.\1.weight",
+            r"shared_mlp\.input_linear": "share_expert.gate_up_proj",
+            r"shared_mlp\.output_linear": "share_expert.down_proj",
+        },
+    )
+    for name in [name for name in made if "gate_up_proj" in name]:
+        gate, up = made.pop(name).chunk(2, dim=-2)
+        for part, weight in (("gate", gate), ("up", up)):
+            made[name.replace("gate_up_proj", f"{part}_proj")] = weight
+    return made
+
+
 def step3p5(weights: Weights) -> Weights:
     """Gates, values and outputs of experts are a tensor each."""
     made = renamed(
@@ -357,6 +378,27 @@ def as_muse_glimmer(config: Config) -> Config:
     return {**own, "model_type": "muse_glimmer_text", "no_rope_layers": listed}
 
 
+def as_step3(config: Config) -> Config:
+    """As vLLM's own class of configurations takes it."""
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act")
+    same += ("bos_token_id", "eos_token_id", "rope_parameters", "share_q_dim")
+    return {
+        "model_type": "step3_text",
+        **{key: config[key] for key in same},
+        "num_attention_groups": config["num_key_value_heads"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        "max_position_embedding": config["max_position_embeddings"],
+        "moe_intermediate_size": config["intermediate_size"],
+        "moe_num_experts": config["num_local_experts"],
+        "moe_top_k": config["num_experts_per_tok"],
+        "moe_layers_enum": ",".join(map(str, range(config["num_hidden_layers"]))),
+        "norm_expert_weight": True,
+        "share_expert_dim": config["shared_intermediate_size"],
+        "tie_word_embeddings": False,
+    }
+
+
 def as_step3p5(config: Config) -> Config:
     """As vLLM's own class of configurations takes it."""
     kinds, by_kind = config["layer_types"], config["rope_parameters"]
@@ -417,6 +459,7 @@ LAYOUTS: dict[str, Layout] = {
     "MistralLarge3ForCausalLM": Layout(mistral_large),
     "Plamo3ForCausalLM": Layout(plamo3),
     "SarvamMoEForCausalLM": Layout(bailing),
+    "Step3TextForCausalLM": Layout(step3, as_step3),
     "Step3p5ForCausalLM": Layout(step3p5, as_step3p5),
     "TeleChat2ForCausalLM": Layout(telechat2, absent=r"(q|k|v|gate|up)_proj\.bias"),
 }

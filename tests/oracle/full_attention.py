@@ -388,6 +388,13 @@ OWN_MODULES: dict[str, Family] = {
         ),
         architecture="MuseGlimmerForCausalLM",
     ),
+    "step3": full(
+        "step3_reference",
+        architecture="Step3TextForCausalLM",
+        num_key_value_heads=1,
+        share_q_dim=64,
+        **SOFTMAX_EXPERTS,
+    ),
     # Layers with a window have more heads, and its configuration names layers that do not rotate.
     "step3p5": replace(
         mixed(

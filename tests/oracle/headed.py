@@ -17,6 +17,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.granitemoeshared.modeling_granitemoeshared import (
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
+    GraniteMoeSharedRMSNorm,
+)
 from transformers.models.muse_glimmer.modeling_muse_glimmer import (
     MuseGlimmerTextConfig,
     MuseGlimmerTextModel,
@@ -66,6 +71,27 @@ class Step3p7Text(Headed):
     config_class, body = Step3p5Reference, Step3p7TextModel
 
 
+class Step3Reference(GraniteMoeSharedConfig):
+    """As for Muse Glimmer; without Granite's multipliers."""
+
+    model_type = "step3_reference"
+
+
+class Step3Text(GraniteMoeSharedForCausalLM):
+    """Granite's layers, whose queries are made of fewer channels that are normalised."""
+
+    config_class = Step3Reference
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.q_proj = nn.Sequential(
+                nn.Linear(config.hidden_size, config.share_q_dim, bias=False),
+                GraniteMoeSharedRMSNorm(config.share_q_dim, config.rms_norm_eps),
+                nn.Linear(config.share_q_dim, layer.self_attn.q_proj.out_features, bias=False),
+            )
+
+
 class K2HorizonConfig(PreTrainedConfig):
     """Checkpoints bring code for it."""
 
@@ -74,7 +100,7 @@ class K2HorizonConfig(PreTrainedConfig):
 
 def register() -> None:
     """Let transformers find these classes by their configurations."""
-    kinds = (LoopCoder, MuseGlimmerText, Step3p7Text)
+    kinds = (LoopCoder, MuseGlimmerText, Step3p7Text, Step3Text)
     for config in (K2HorizonConfig, *(kind.config_class for kind in kinds)):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for kind in kinds:

@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from vllm_cascade.models.architectures import SKIPPING
+from vllm_cascade.models.architectures import OWN_ATTENTION, SKIPPING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 
@@ -122,6 +122,7 @@ TESTED = {
     "Step3p5ForCausalLM": (
         "experts, windows, two rotations, gated; on CPUs vLLM cannot run its experts"
     ),
+    "Step3TextForCausalLM": "experts, queries from fewer channels",
     "Starcoder2ForCausalLM": "full attention; vLLM runs it by transformers",
     "TeleChat2ForCausalLM": "full attention",
     "TeleChat3ForCausalLM": "full attention",
@@ -191,6 +192,8 @@ def reason(architecture: str, module: str) -> str | None:
     """Why an architecture is refused; None: nothing in its source says that it is."""
     if module in SKIPPING:
         return "which layers have rotary positions is not known here"
+    if module.rpartition(".")[2] in OWN_ATTENTION:
+        return "layers call attention kernels of their own"
     text = transformers_source(architecture) if module == "transformers" else source(module)
     for why, pattern in REASONS.items():
         if re.search(pattern, text) and architecture not in OTHER_CLASSES:

@@ -13,7 +13,6 @@ from tests.patches import families
 ADDED_BY_NEXT = {
     "BeamForCausalLM",
     "DoryForCausalLM",
-    "FlintForCausalLM",
     "Kolibri1ForCausalLM",
 }
 

@@ -2,8 +2,14 @@
 """Base class of one attention layer under a policy, as vLLM calls it."""
 
 from typing import Any, ClassVar, Protocol
+from weakref import ref
 
 import torch
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    is_forward_context_available,
+)
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_cascade.attention.layer import LayerConfig, NewTokens, gather_kv_heads, over_ranks
@@ -96,6 +102,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         self.alibi_slopes = _slopes(alibi_slopes)
         self.recorder: Recorder | None = None
         self.name = ""
+        self._called_in: ref[ForwardContext] | None = None
         self._first_rotary = 0
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
@@ -225,6 +232,25 @@ class KVPolicyImpl(AttentionImpl[Any]):
             for end, page in zip(ends, first_pages, strict=True):
                 self.recorder.forget(self.name, page, end)
 
+    def check_one_call(self, name: str) -> None:
+        """Check that the model calls the layer once in a forward pass; called with new keys.
+
+        Every call inserts tokens. A model that runs its layers several times, with one cache, would
+        insert each of them several times.
+
+        Raises:
+            KVPolicyError: it was called in this forward pass before.
+        """
+        if not is_forward_context_available():
+            return
+        context = get_forward_context()
+        if self._called_in is not None and self._called_in() is context:
+            raise KVPolicyError(
+                f"kv_policy: the model calls {name} several times in a step, and every token would "
+                "be cached several times; use --kv-policy full for this model"
+            )
+        self._called_in = ref(context)
+
     def reserve(self, query: torch.Tensor) -> None:
         """Allocate the worst batch's working memory, so that memory profiling counts it."""
 
@@ -248,6 +274,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported")
+        if key is not None:
+            self.check_one_call(layer.layer_name)
         if attn_metadata is None:
             self.reserve(query)
             return output.zero_()

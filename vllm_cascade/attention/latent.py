@@ -133,6 +133,7 @@ def connect(layer: Any) -> None:
         output: torch.Tensor,
         **others: Any,
     ) -> torch.Tensor:
+        impl.check_one_call(layer.layer_name)
         if metadata is None:
             impl.reserve(q)
             return output.fill_(0)

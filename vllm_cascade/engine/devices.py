@@ -24,6 +24,9 @@ from vllm_cascade.step.drafts import HOST_DRAFTERS
 WITHOUT_CPU_KERNEL = ("bailing_hybrid", "jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
 
+KIMI_DELTA = ("AliceAIForCausalLM",)
+"""The same by architecture: their checkpoints' own code names the ``model_type``."""
+
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with gated delta nets, by ``model_type``."""
 
@@ -123,7 +126,7 @@ class CPU(Device):
     own_refusals = (
         Refusal(
             "recurrent layers without a kernel",
-            lambda config, _: _model_type(config) in WITHOUT_CPU_KERNEL,
+            lambda config, _: _lacks_cpu_kernel(config),
             "vLLM's CPU platform has no kernel for this model's recurrent layers (Mamba-1, Kimi's "
             "delta attention and others), with or without a policy; use another model or a GPU",
         ),
@@ -220,7 +223,7 @@ class CUDA(Device):
         ),
         Refusal(
             "untested recurrent layers on CUDA",
-            lambda config, _: _model_type(config) in WITHOUT_CPU_KERNEL,
+            lambda config, _: _lacks_cpu_kernel(config),
             "this model's recurrent layers (Mamba-1, Kimi's delta attention, OLMo Hybrid, Ring) "
             "are not tested with --kv-policy: vLLM runs them on GPUs only; use --kv-policy full",
         ),
@@ -266,6 +269,11 @@ class CUDA(Device):
 
 def _model_type(config: VllmConfig) -> str | None:
     return getattr(config.model_config.hf_text_config, "model_type", None)
+
+
+def _lacks_cpu_kernel(config: VllmConfig) -> bool:
+    names = getattr(config.model_config.hf_text_config, "architectures", None) or ()
+    return _model_type(config) in WITHOUT_CPU_KERNEL or any(name in KIMI_DELTA for name in names)
 
 
 def _head_sizes(model: ModelConfig) -> tuple[int, int]:

@@ -19,11 +19,14 @@ from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.models.architectures import (
     BOTH_WAYS,
     LEARNED,
+    OWN_ATTENTION,
     SCALED_BY_POSITION,
     learns_positions,
     loops,
     may_be_unrotated,
     needs_no_positions,
+    overwrites,
+    several_kv_heads,
     shares_caches,
 )
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
@@ -321,6 +324,20 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "recall stores latent rows of MLA models as they are cached; set recall_rows to exact",
     ),
+    Refusal(
+        "recall of several shapes",
+        lambda config, policy: (
+            policy.recall > 0 and several_kv_heads(config.model_config.hf_text_config)
+        ),
+        "recall stores units of one shape, and the model's layers have different numbers of KV "
+        "heads (DeciLM); set --kv-recall 0",
+    ),
+    Refusal(
+        "attention of its own",
+        lambda config, _: config.model_config.hf_text_config.model_type in OWN_ATTENTION,
+        "the model's layers call attention kernels of their own (Flint, Step 5), which a policy's "
+        "would replace; use --kv-policy full",
+    ),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
     Refusal(
         "pooling",
@@ -413,6 +430,13 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "models that run their layers other than two times (loop_num of IQuest Loop Coder) are "
         "not supported; use --kv-policy full",
+    ),
+    Refusal(
+        "runs that overwrite a cache",
+        lambda config, _: overwrites(config.model_config.hf_text_config),
+        "the model runs its layers several times, and each run overwrites what the last one cached "
+        "(recurrent_kv_cache_mode last_loop of Dory), where a policy would cache every token "
+        "again; use --kv-policy full",
     ),
     Refusal(
         "fast prefill",

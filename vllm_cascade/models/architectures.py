@@ -40,6 +40,11 @@ def _unless_local(config: Any, index: int, windowed: bool) -> bool:
     return config.layer_types[index] != "sliding_attention"
 
 
+def _without_parameters(config: Any, index: int, windowed: bool) -> bool:
+    """The configuration has rotary parameters by types of layers, and none for some types."""
+    return config.rope_parameters.get(config.layer_types[index]) is None
+
+
 def _beside_windows(config: Any, index: int, windowed: bool) -> bool:
     return not windowed and "sliding_attention" in config.layer_types
 
@@ -66,6 +71,7 @@ UNROTATED: dict[str, Unrotated] = {
     "afmoe": _unless_local,
     "cohere2": _without_window,
     "cohere2_moe": _without_window_after_dense_layers,
+    "cohere_compass_text": _without_parameters,
     "exaone4": _beside_windows,
     "exaone_moe": _beside_windows,
     "granite_swa": _flagged("layer_rope_theta"),
@@ -99,6 +105,9 @@ SCALED_BY_POSITION = ("moondream3_text",)
 BOTH_WAYS = ("hrm_text",)
 """Models whose prompts attend in both directions."""
 
+OWN_ATTENTION = ("flint", "step5")
+"""Models whose layers bring attention backends or kernels of their own, by ``model_type``."""
+
 ELSEWHERE = ("k2_horizon",)
 """vLLM model files that may rotate other channels than the first ones of a head.
 
@@ -108,6 +117,7 @@ They do unless vLLM reorders the channels in the weights, which it does if these
 HARMLESS = {
     "afmoe": "known above",
     "cohere2_moe": "known above",
+    "cohere_compass": "known above",
     "commandr": "known above",
     "exaone4": "known above",
     "exaone_moe": "known above",
@@ -149,6 +159,29 @@ def shares_caches(config: Any) -> bool:
 def loops(config: Any) -> bool:
     """Whether layers run several times, and attend to what they cached the first time again."""
     return "IQuestLoopCoderForCausalLM" in (getattr(config, "architectures", None) or ())
+
+
+def overwrites(config: Any) -> bool:
+    """Whether layers run several times and cache their tokens each time in the same place."""
+    mode, runs = "recurrent_kv_cache_mode", getattr(config, "n_recurrent_loops", 1)  # Dory's
+    return getattr(config, mode, None) == "last_loop" and runs > 1
+
+
+def several_kv_heads(config: Any) -> bool:
+    """Whether layers without windows have different numbers of KV heads (DeciLM)."""
+    blocks: Any = getattr(config, "block_configs", None) or ()
+    found = set()
+    for block in blocks:
+        part = _value(block, "attention") or block
+        heads = _value(part, "n_heads_in_group"), _value(part, "num_key_value_heads")
+        if any(heads) and not _value(part, "no_op"):
+            found.add(heads)
+    return len(found) > 1
+
+
+def _value(config: Any, key: str) -> Any:
+    """A value of a part of a configuration, which may be a dictionary."""
+    return config.get(key) if isinstance(config, dict) else getattr(config, key, None)
 
 
 def skips_unknown(block: nn.Module) -> bool:

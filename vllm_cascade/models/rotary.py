@@ -23,6 +23,9 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
+from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import (
+    DynamicNTKAlphaRotaryEmbedding,
+)
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_cascade.models.architectures import is_unrotated, skips_unknown
@@ -113,6 +116,9 @@ def rotary_of(module: Any) -> Rotary:
         return _long_rotary(module)
     if kind in (RotaryEmbedding, Llama3RotaryEmbedding, Gemma4RotaryEmbedding):
         inv_freq = module._compute_inv_freq(module.base)
+    elif kind is DynamicNTKAlphaRotaryEmbedding:
+        power = module.rotary_dim / (module.rotary_dim - 2)
+        inv_freq = module._compute_inv_freq(module.base * module.scaling_alpha**power)
     elif kind is LinearScalingRotaryEmbedding and len(module.scaling_factors) == 1:
         inv_freq = module._compute_inv_freq(module.base) / module.scaling_factors[0]
     elif kind in (YaRNScalingRotaryEmbedding, DeepseekScalingRotaryEmbedding):
@@ -198,7 +204,8 @@ def find_rotaries(
         config: The text model's configuration; None: all layers rotate.
 
     Raises:
-        KVPolicyError: If a layer has neither a rotary module nor ALiBi, or several rotary modules.
+        KVPolicyError: If a layer has neither a rotary module nor ALiBi, several rotary modules, or
+            one that is made for other heads.
     """
     modules = dict(model.named_modules())
     kinds = Attention, MLAAttention
@@ -219,10 +226,25 @@ def find_rotaries(
                 result[layer_name] = None
                 continue
         module, begin = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
+        _check_head_size(module, layer.head_size - begin, layer_name)
         if module not in known:
             known[module] = replace(rotary_of(module), begin=begin)
         result[layer_name] = known[module]
     return result
+
+
+def _check_head_size(module: RotaryModule, size: int, layer_name: str) -> None:
+    """Check that a rotary module is made for as many channels as it is given of a layer's heads.
+
+    It cuts a row into heads of its own size. If that is smaller, it rotates every piece of a head,
+    and a policy would rotate a cached key's first piece only.
+    """
+    if module.head_size != size:
+        raise KVPolicyError(
+            f"kv_policy: the rotary embedding of {layer_name} is made for heads of "
+            f"{module.head_size} channels and is given heads of {size}, so it rotates other "
+            "channels than a policy would; use --kv-policy full for this model"
+        )
 
 
 def _latent_rotary(
@@ -258,8 +280,9 @@ def _enclosing_rotary(
         if found:
             raise KVPolicyError(f"kv_policy: {layer_name} has more than one rotary embedding")
     raise KVPolicyError(
-        f"kv_policy: {layer_name} has neither rotary embeddings nor ALiBi, so cached keys cannot "
-        "be moved to new positions; use --kv-policy full for this model"
+        f"kv_policy: {layer_name} has neither rotary embeddings of vLLM's nor ALiBi, and no rule "
+        "of the plugin says that it needs no positions, so how to move its cached keys is not "
+        "known; use --kv-policy full for this model"
     )
 
 
