@@ -111,7 +111,8 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
     )
     impl.least_part = 16  # strides are split, and leave parts of 32 channels
     calls: list[Any] = []
-    layer = SimpleNamespace(impl=impl, forward_impl=lambda *args, **more: calls.append(args))
+    layer = SimpleNamespace(impl=impl, layer_name="layer")
+    layer.forward_impl = lambda *args, **more: calls.append(args)
     connect(layer)
     assert impl.layer is layer
     query, output = torch.zeros(32, 4, 16), torch.ones(32, 32)
