@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -196,6 +197,7 @@ def test_profiling_takes_the_memory_of_drafts() -> None:
         additional_config={"kv_policy": {"recall": 0, **CASCADE}},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
         cache_config=SimpleNamespace(block_size=16),
+        model_config=SimpleNamespace(hf_text_config=None),
         speculative_config="ngram",
         num_speculative_tokens=3,
     )
@@ -208,6 +210,40 @@ def test_profiling_takes_the_memory_of_drafts() -> None:
     assert kept <= taken <= 1.2 * kept
     impl.reserve(torch.zeros(64, 4, 16))
     assert impl._held is None, "later dummy runs take nothing more"
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "empty" in str(func):
+            self.sizes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_profiling_takes_the_memory_of_rows_that_wait(shares: bool) -> None:
+    """Those of two owners of shared caches, with and without windows."""
+    impl = PagedLayer(Shape(), {**CASCADE, "prefill_stride": 4}, 3).impl
+    own = {"num_kv_shared_layers": 2} if shares else {}
+    impl._config = SimpleNamespace(
+        additional_config={"kv_policy": {"recall": 0, **CASCADE}},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
+        cache_config=SimpleNamespace(block_size=16),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**own)),
+        speculative_config=None,
+    )
+    query = torch.zeros(64, 4, 16)
+    with Allocations() as made:
+        impl.reserve(query)
+    key = 64 * impl.num_kv_heads * 16 * 4
+    waiting = 2 * (2 * query.nbytes + 2 * key)  # queries, outputs, keys and values
+    assert (waiting in made.sizes) == shares
 
 
 def test_buffers_stay_where_a_graph_found_them() -> None:

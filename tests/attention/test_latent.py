@@ -106,6 +106,7 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
     impl._config = SimpleNamespace(
         additional_config={"kv_policy": policy},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=3),
+        model_config=SimpleNamespace(hf_text_config=None),
         cache_config=SimpleNamespace(block_size=16),
         speculative_config=None,
     )

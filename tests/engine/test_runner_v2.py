@@ -50,7 +50,7 @@ def test_second_runner(policy: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "gemma3n"])
 def test_windows_on_the_second_runner(family: str) -> None:
     """Through the profile of CUDA graphs' memory, which asks the runner for its specs."""
     found = run({"name": "cascade"}, family)
