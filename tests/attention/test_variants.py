@@ -29,6 +29,7 @@ from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.cache.states import StateSpec
 from vllm_cascade.engine import gpu_worker
+from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
@@ -212,6 +213,44 @@ def test_a_layer_without_rotation_is_a_variant_of_its_own(
         layer.impl = impl
         served.prompt(3000, beside=True)
         served.prompt(300, beside=False)
+    fresh = variants - warm
+    assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
+@pytest.mark.parametrize("name", ["cascade", "sink", "units"])
+def test_nothing_is_compiled_for_shared_caches(name: str, variants: set[Variant]) -> None:
+    """The warm-up of their owner runs what the layers run that attend to its cache."""
+    served = Served(POLICIES[name])
+    layer, size = served.layer, served.shape.head_size
+    owner, pages = layer.impl, layer.impl._pages
+    assert pages is not None
+    heads = served.shape.num_kv_heads * served.shape.group
+    sharer = TritonKVPolicyImpl(
+        heads, size, size**-0.5, served.shape.num_kv_heads, None, None, "auto"
+    )
+    rotary = Rotary(layer.inv_freq, is_neox=True)
+    where = pages.kv, rotary, 1, served.shape.dtype, (1.0, 1.0), ("sharer", 0)
+    sharer.prepare(layer.spec, *where)
+    alone = owner.variant
+    sharer.attend_to(owner)
+    assert owner.variant != alone, "a worker warms owners up beside other layers"
+    warm_up(layer.builder, owner, layer.pool, served.pages)
+    assert owner.waiting is None
+    warm = set(variants)
+    forward = owner.forward
+
+    def both(one: Any, query: Any, key: Any, value: Any, *rest: Any) -> torch.Tensor:
+        forward(one, query, key, value, *rest)
+        other = SimpleNamespace(layer_name="sharer")
+        return sharer.forward(other, query, None, None, *rest)
+
+    owner.forward = both
+    for first in (0, STRIDE, 12 * STRIDE):
+        for length in (2, 15, 17, STRIDE):
+            served.run([length], [first], [True])
+            served.run([1, length, 3], [700, first, first], [False, True, True])
+        served.run([1, 1], [700, first + 1], [False, False])
+    assert owner.waiting is None
     fresh = variants - warm
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
 
