@@ -193,7 +193,7 @@ def test_a_stride_only_launches(name: str, least: int, monkeypatch: pytest.Monke
     (asked, calls, launches), (asked_of_half, calls_of_half, launches_of_half) = found
     assert launches == len(LAUNCHES) * TOKENS // STRIDE == 2 * launches_of_half
     assert 0 < asked == asked_of_half <= 40
-    assert calls - calls_of_half <= 26 * (TOKENS // STRIDE // 2)
+    assert calls - calls_of_half <= 28 * (TOKENS // STRIDE // 2)
 
 
 @pytest.mark.parametrize("name", NOBODY_WAITS)
