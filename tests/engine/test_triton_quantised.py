@@ -90,8 +90,12 @@ def test_recall(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "policy"), [("gpt-oss", "cascade"), ("gemma3", "sink"), ("gpt-oss", "units")]
-)
+    ("family", "policy"),
+    [
+        ("gpt-oss", "cascade"), ("gemma3", "sink"), ("gpt-oss", "units"), ("llama4", "cascade"),
+        ("gemma3n", "h2o"),
+    ],
+)  # fmt: skip
 def test_windows(family: str, policy: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     """Layers with windows and learned sinks beside others; all strides of a chunk at once."""
     two_layers = shallow(FAMILIES[family])
