@@ -89,6 +89,8 @@ class Compared:
 COMPARED = (
     Compared("windows", family="gemma3"),
     Compared("windows", family="gpt-oss"),
+    Compared("windows", family="llama4"),  # chunks of the stream
+    Compared("windows", family="gemma3n"),  # shared caches
     Compared("latent", family="deepseek-v2"),
     Compared("latent", family="deepseek-v2", engine={"kv_cache_dtype": "fp8"}),
     Compared("recurrent", family="lfm2"),

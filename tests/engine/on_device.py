@@ -349,6 +349,7 @@ def beside_reference(
     config = llm.llm_engine.vllm_config
     (choice,) = output.outputs
     found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
+    assert np.mean(found) < -0.2, "a model that is certain says the same with any cache"
 
     def gaps(**rows: Any) -> Any:
         truth = reference(prompt + list(choice.token_ids), len(prompt), policy, **rows)

@@ -16,7 +16,7 @@ import pytest
 from tests.engine import graph_profile
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import MAX_ERROR
-from tests.engine.test_families import POLICIES, check, model_of, random_tokens, written
+from tests.engine.test_families import POLICIES, UNSURE, check, model_of, random_tokens, written
 from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_quantised import ROUNDED
@@ -88,6 +88,7 @@ def check_decoding(
     """Log-probabilities of ``num`` decoded tokens, without a trace, are the oracle's."""
     llm = engine(pool, path, settings, kv_cache_dtype=cache_dtype)
     tokens, found = decode(llm, random_tokens(0, prompt_len), num)
+    assert np.mean(found) < UNSURE
     quantised = {"quantiser": Quantiser.of(cache_dtype)}
     truth = run_family(path, family, tokens[:-1], prompt_len, settings, **quantised)
     error = np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs))

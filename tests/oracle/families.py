@@ -287,7 +287,9 @@ def write_family(path: str | Path, family: Family) -> Path:
             unscaled = family.model_type in ("gemma3n_text", "gemma4_text")
             draw *= 0.3 if unscaled and "q_norm" in weight_name else 1.0
         elif "embed" in weight_name:
-            draw *= 0.3
+            # Gemma multiplies embeddings by the root of their size, and its head is the same
+            # matrix: with larger numbers a model repeats its last token, whatever it attends to.
+            draw *= 0.05 if family.model_type.startswith("gemma") else 0.3
         elif any(part in weight_name for part in ("q_proj", "k_proj", "query_key_value")):
             draw *= 0.2
         else:
