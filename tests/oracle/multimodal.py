@@ -87,6 +87,8 @@ def write_multimodal(path: str | Path, name: str, seed: int = 0) -> Path:
         elif weight.dim() == 1:
             draw = (0.0 if name == "gemma3" else 1.0) + 0.1 * draw
             draw *= 0.3 if name == "gemma4" and "q_norm" in weight_name else 1.0
+        elif "embed_tokens" in weight_name:
+            draw *= 0.05 if name in WINDOWED else 0.3  # as ``write_family``
         else:
             draw *= 0.3 if "embed" in weight_name else 0.15
         weight.data.copy_(draw)
