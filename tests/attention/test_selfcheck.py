@@ -403,46 +403,34 @@ def test_a_broken_kernel_is_named(number: int, monkeypatch: pytest.MonkeyPatch) 
     assert (policy == "chunks") == ("chunks of 7" in message)
 
 
-OF_CODES: list[tuple[str, ModuleType, str, str, str]] = [
+OF_SHAPES: list[tuple[str, ModuleType, str, str, str]] = [
     ("coded", stored, "scale_place", "head * (2 * SLOTS)", "head * SLOTS"),
     ("coded", stored, "scale_of_word", "head * (2 * PAGE)", "head * PAGE"),
     ("coded", stored, "write_codes", "place + APART, value_scale", "place + APART, scale"),
     ("coded-sink", chunk, "_from_chunk", "scales + 1", "scales"),
     ("coded-units", attend_units, "_attend_units", "factor_of(key_scale", "factor_of(value_scale"),
     ("coded-recall", recall_store, "_store_coded", "row_scales + 1, second", "row_scales, second"),
-]
-"""The same of rows in 8 bits, whose head and scales kernels may mix up."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(OF_CODES)))
-def test_a_kernel_that_is_broken_on_codes_is_noticed(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, *replaced = OF_CODES[number]
-    broken(*replaced, monkeypatch)
-    with pytest.raises(Mismatch, match=r"4/2 heads of 8, float32, \w+ cache; .* kernels: "):
-        check(policy)
-
-
-OF_NEIGHBOURS: list[tuple[str, ModuleType, str, str, str]] = [
     ("neighbours", attend_tiles, "turned_products", "2 * FROM, 2 * TO, 2", "FROM, TO + WIDTH, 2"),
     ("neighbours-sink", stored, "load_turned", "pair = channel // 2", "pair = channel % HALF"),
     ("neighbours-units", tiles, "pair_channels", "2 * index, 2 * index + 1", "index, index + HALF"),
     ("neighbours-recall", tiles, "pair_channels", "2 * index + 1", "(2 * index + 3) % (2 * HALF)"),
 ]
-"""The same of channels that rotate together with their neighbours."""
+"""The same of rows in 8 bits, whose head and scales kernels may mix up, and of channels that rotate
+together with their neighbours."""
+LABELS = {
+    "coded": r"4/2 heads of 8, float32, \w+ cache; .* kernels: ",
+    "neighbours": "2/1 heads of 8, float32, neighbours rotated; .* kernels: ",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(OF_NEIGHBOURS)))
-def test_a_kernel_that_is_broken_on_neighbours_is_noticed(
+@pytest.mark.parametrize("number", range(len(OF_SHAPES)))
+def test_a_kernel_that_is_broken_for_some_shapes_is_noticed(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, *replaced = OF_NEIGHBOURS[number]
+    policy, *replaced = OF_SHAPES[number]
     broken(*replaced, monkeypatch)
-    label = "2/1 heads of 8, float32, neighbours rotated; .* kernels: "
-    with pytest.raises(Mismatch, match=label):
+    with pytest.raises(Mismatch, match=LABELS[policy.partition("-")[0]]):
         check(policy)
 
 

@@ -93,7 +93,7 @@ def check_decoding(
     truth = run_family(path, family, tokens[:-1], prompt_len, settings, **quantised)
     error = np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs))
     assert error.max() < (MAX_ERROR if cache_dtype == "auto" else ROUNDED)
-    assert error.mean() < MAX_ERROR / 10
+    assert error.mean() < (MAX_ERROR / 10 if cache_dtype == "auto" else ROUNDED / 20)
     pool.close()
 
 
