@@ -234,10 +234,8 @@ class TritonKVPolicyImpl(SharingImpl):
         # Before the real pool exists, vLLM measures what graphs need on one that it throws away:
         # its block tables are empty, so every row is padding.
         pages = self._pages or self._thrown_away(kv_cache, metadata.spec)
-        if not metadata.waves:  # a dummy run
-            new.output.zero_()
-            return
-        if new.key is None and self.owner is None:  # there is no owner before the real pool
+        # A dummy run, or a layer without keys, which has no owner before there is the real pool.
+        if not metadata.waves or (new.key is None and self.owner is None):
             new.output.zero_()
             return
         if self.run_shared(name, metadata, new):
@@ -278,7 +276,7 @@ class TritonKVPolicyImpl(SharingImpl):
             return
         tokens = Tokens(*new, logit_scale=metadata.logit_scale)
         for rows in filter(None, (wave.decode, *wave.prefill)):
-            self._choose(self.recall, tokens, rows)
+            self._recalling(self.recall, tokens, rows, selects=True)
         for stride, row in wave.others:
             if row is not None:
                 self.recall.choose_alone(stride, row, new.query)
@@ -383,10 +381,8 @@ class TritonKVPolicyImpl(SharingImpl):
                 saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
             )
         recalling = None
-        if self.recall is not None and any(decode.recalls):
-            recalling = self._recall_rows(self.recall, decode)
-            if selects:
-                self.recall.choose(tokens, recalling, single=True, does=decode.recalls)
+        if self.recall is not None:
+            recalling = self._recalling(self.recall, tokens, decode, selects)
         tokens, singles = self._attend_singles(
             kernels, kernels.merge, pages, metadata, decode, new, tokens
         )
@@ -436,14 +432,17 @@ class TritonKVPolicyImpl(SharingImpl):
             new.output[rows] = tokens.output
         return tokens, singles
 
-    def _choose(self, recall: LayerRings, tokens: Tokens, rows: DecodeRows | PrefillRows) -> None:
-        """Let some rows select the units that are brought back."""
+    def _recalling(
+        self, recall: LayerRings, tokens: Tokens, rows: DecodeRows | PrefillRows, selects: bool
+    ) -> RecallRows | None:
+        """What recall's launches are given, if there are any; with ``selects`` units come back."""
         if not any(rows.recalls):
-            return
-        single = isinstance(rows, DecodeRows)
-        columns = None if isinstance(rows, DecodeRows) else rows.width
+            return None
+        columns = rows.width if isinstance(rows, PrefillRows) else None
         recalling = self._recall_rows(recall, rows, columns)
-        recall.choose(tokens, recalling, single=single, does=rows.recalls)
+        if selects:
+            recall.choose(tokens, recalling, single=columns is None, does=rows.recalls)
+        return recalling
 
     def _recall_rows(
         self, recall: LayerRings, rows: DecodeRows | PrefillRows, columns: int | None = None
@@ -564,10 +563,8 @@ class TritonKVPolicyImpl(SharingImpl):
     ) -> None:
         """Gather what is cached, attend, add up what keys received, choose and write."""
         recalling = None
-        if self.recall is not None and any(rows.recalls):
-            recalling = self._recall_rows(self.recall, rows, columns=rows.width)
-            if selects:
-                self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
+        if self.recall is not None:
+            recalling = self._recalling(self.recall, tokens, rows, selects)
         strides = self._attend_strides(kernels, tokens, rows)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
