@@ -205,7 +205,7 @@ def test_a_layer_without_rotation_is_a_variant_of_its_own(
     }
     monkeypatch.setattr(layer.builder, "layer_names", list(layers))
     monkeypatch.setattr(worker, "_builders", lambda: [layer.builder])
-    monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
+    monkeypatch.setattr(worker, "_all_layers", lambda: layers)
     monkeypatch.setattr(worker, "_token_groups", lambda: [0])
     worker._warm_up()
     warm = set(variants)
@@ -392,7 +392,7 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
     }
     layers = {n: SimpleNamespace(impl=impls[n], kv_cache=f"{n}.pool") for n in impls}
     monkeypatch.setattr(worker, "_builders", lambda: builders)
-    monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
+    monkeypatch.setattr(worker, "_all_layers", lambda: layers)
     finish_warm_up(worker, monkeypatch)
     first, second = builders
     expected = [(first, "b"), (first, "a"), (second, "c")]

@@ -6,8 +6,9 @@ always right, so any fault in its cache loses drafts. Other drafting layers are 
 oracle, while the scheduler gets scripted drafts, of which some are right.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,29 +303,46 @@ POLICIES = {
 def test_against_the_oracle(
     method: str, name: str, engine_pool: EnginePool, tmp_path: Path
 ) -> None:
+    check_drafts(method, {**SMALL, **POLICIES[name]}, partial(engine, engine_pool), tmp_path)
+
+
+def check_drafts(
+    method: str,
+    policy: dict[str, Any],
+    start: Callable[..., Any],
+    folder: Path,
+    num_prompt: int = 203,
+    num: int = 80,
+    **kwargs: Any,
+) -> None:
     """Drafting layers see the target's accepted tokens under the same policy, then their own.
 
     They recall nothing.
+
+    Args:
+        start: of a policy and a number of drafts makes an engine.
+        kwargs: settings of engines.
     """
-    policy, drafts, prompt = {**SMALL, **POLICIES[name]}, 4, random_tokens(1, 203)
-    target = write_target(tmp_path / "target", method)
+    drafts, prompt = 4, random_tokens(1, num_prompt)
+    target = write_target(folder / "target", method)
     other = None
     if method == "draft_model":
-        other = write_llama(tmp_path / "draft", num_layers=2, num_kv_heads=4, head_dim=16, seed=3)
+        other = write_llama(folder / "draft", num_layers=2, num_kv_heads=4, head_dim=16, seed=3)
     elif method != "mtp":
-        other = write_drafting(tmp_path / "draft", method)
-    settings = {"model": target, "max_model_len": 1024, "skip_tokenizer_init": True}
-    settings["max_num_batched_tokens"] = 64  # so a prompt has several chunks
-    truth = answers(engine(engine_pool, policy, **settings), [prompt], num=80)
+        other = write_drafting(folder / "draft", method)
+    # A prompt has several chunks.
+    settings = {"max_model_len": 1024, "max_num_batched_tokens": 64, **kwargs}
+    settings |= {"model": target, "skip_tokenizer_init": True}
+    truth = answers(start(policy, 0, **settings), [prompt], num=num)
     config = speculative(drafts, other, method)
-    llm = engine(engine_pool, policy, drafts, speculative_config=config, **settings)
+    llm = start(policy, drafts, speculative_config=config, **settings)
     with Watched(llm, [prompt + truth[0][0]], right=0.7) as watched:
-        compare(answers(llm, [prompt], num=80), truth)
+        compare(answers(llm, [prompt], num=num), truth)
     seen, accepted = drafted(llm)
     assert 0.2 * seen < accepted < 0.8 * seen
     check_released(llm)
     against = {"prompt_len": len(prompt), **oracle_settings({**policy, "recall": 0})}
-    checked = watched.seen[:2] + watched.seen[2:-2:7]
+    checked = watched.seen[:2] + watched.seen[2 : -2 : len(watched.seen) // 5]
     assert len(checked) > 4
     for text, drafted_tokens, logits in checked:
         assert drafted_tokens == logits.argmax(-1).tolist() and len(logits) == drafts

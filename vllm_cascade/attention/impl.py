@@ -100,6 +100,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = float(logits_soft_cap or 0.0)
         self.alibi_slopes = _slopes(alibi_slopes)
+        self.drafting = False  # set by the worker once the model is loaded
         self.recorder: Recorder | None = None
         self.name = ""
         self._called_in: ref[ForwardContext] | None = None

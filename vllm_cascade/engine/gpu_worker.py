@@ -10,7 +10,8 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES
-from vllm_cascade.engine.worker import KVPolicyWorker, owners_of
+from vllm_cascade.engine.drafting_worker import DraftingWorker
+from vllm_cascade.engine.worker import owners_of
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -35,7 +36,7 @@ def keep_prompts_out_of_graphs(runner: Any) -> None:
     runner._is_uniform_decode = is_uniform_decode
 
 
-class GPUKVPolicyWorker(KVPolicyWorker, Worker):
+class GPUKVPolicyWorker(DraftingWorker, Worker):
     """Worker on CUDA; layers use vLLM's ``CUSTOM`` backend slot."""
 
     device_entry = DEVICES["cuda"]
@@ -61,14 +62,16 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
         super()._maybe_activate_jit_monitor()
 
     def _warm_up(self) -> None:
-        layers = self._attention_layers()
+        layers, drafter = self._all_layers(), self._drafter
         runner: Any = self.model_runner  # of either version
         (group,) = self._token_groups()  # recurrent layers have block tables of their own
         if self.use_v2_model_runner:
             table = runner.block_tables.input_block_tables[group]
         else:
             table = runner.input_batch.block_table.block_tables[group].block_table.gpu
-        for builder in self._builders():  # one per kind of pages; some layers may not rotate keys
+        drafting = [] if drafter is None else drafter.builders
+        # One per kind of pages; some layers may not rotate keys.
+        for builder in [*self._builders(), *drafting]:
             assert isinstance(builder, CUDABuilder)
             # Layers that attend to another's cache run kernels that its owner runs, too.
             owners = owners_of(layers)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.config import ModelConfig, get_layers_from_vllm_config, set_current_vllm_config
@@ -99,6 +99,14 @@ def beside_owners(config: KVCacheConfig, owners: Mapping[str, str]) -> KVCacheCo
     return config
 
 
+class Loaded(NamedTuple):
+    """A model that is loaded, and its attention layers by name."""
+
+    model: Any
+    config: ModelConfig
+    layers: dict[str, Any]
+
+
 class KVPolicyWorker(SessionWorker):
     """Mixin for vLLM's workers: one process of an engine that runs a policy.
 
@@ -134,16 +142,18 @@ class KVPolicyWorker(SessionWorker):
         assert policy is not None
         with self._our_backend():
             super().load_model(**kwargs)
-        for layer in self._all_layers().values():
+        drafting = self._drafting().names
+        for name, layer in self._all_layers().items():
             impl: Any = layer.impl
+            impl.drafting = name in drafting
             if isinstance(impl, LatentImpl):
                 connect(layer)
             if isinstance(layer, ChunkedLocalAttention):
                 # vLLM's backend for chunks splits a request into one for each chunk.
                 layer.attn_backend = resolve_name(self.device_entry.backend)
                 impl.window = layer.attention_chunk_size  # it does not tell its backend
-        for model in self._models():
-            choose_long_tables(model, policy.max_position)
+        for one in self._models():
+            choose_long_tables(one.model, policy.max_position)
         self._move_key_weights()
         self._bound_caches(self.model_runner)
         assert self.device is not None, "init_device sets it"
@@ -165,12 +175,13 @@ class KVPolicyWorker(SessionWorker):
         runner.initialize_kv_cache = initialize_kv_cache
 
     def _layer_shapes(self) -> tuple[LayerShape, ...]:
-        """The different shapes of the model's layers."""
-        layers, config = self._attention_layers(), self.model_config
-        rotaries = rotaries_of(self.model_runner.get_model(), layers, config.hf_text_config)
-        specs = self.get_kv_cache_spec()
-        own = {name: specs[name] for name in layers if name in specs}  # others share a cache
-        return shapes_of_layers(layers, own, rotaries, config.dtype, self._block_size)
+        """The different shapes of the models' layers."""
+        specs, shapes = self.get_kv_cache_spec(), []
+        for model, config, layers in self._models():
+            rotaries = rotaries_of(model, layers, config.hf_text_config)
+            own = {name: specs[name] for name in layers if name in specs}  # others share a cache
+            shapes += shapes_of_layers(layers, own, rotaries, config.dtype, self._block_size)
+        return tuple(dict.fromkeys(shapes))
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
@@ -190,7 +201,8 @@ class KVPolicyWorker(SessionWorker):
             layer.impl.read_scales(scales_of(layers[owners.get(name, name)]))
 
     def _move_key_weights(self) -> None:
-        move_key_weights(self.model_runner.get_model(), self.model_config.hf_text_config)
+        for one in self._models():
+            move_key_weights(one.model, one.config.hf_text_config)
 
     def _bounded(self, stock: Callable[[], dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
         """The specs of the model's layers under the policy; ``stock`` returns vLLM's."""
@@ -220,9 +232,10 @@ class KVPolicyWorker(SessionWorker):
         """The layers of a drafting model."""
         return DraftingLayers()
 
-    def _models(self) -> list[Any]:
+    def _models(self) -> list[Loaded]:
         """The model, and a drafting model."""
-        return [self.model_runner.get_model()]
+        model = self.model_runner.get_model()
+        return [Loaded(model, self.model_config, self._attention_layers())]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         layers = self._attention_layers()

@@ -104,6 +104,9 @@ class DraftingRequests(Requests):
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         return self._requests.names(common)
 
+    def all_dummies(self, common: CommonAttentionMetadata) -> bool:
+        return self._requests.all_dummies(common)
+
 
 class RunnerV1Requests(RunnerRequests):
     """The rows of vLLM's first model runner, the only one on CPUs."""

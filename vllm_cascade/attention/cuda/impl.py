@@ -70,7 +70,7 @@ from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings
-from vllm_cascade.step.drafts import most_drafts
+from vllm_cascade.step.drafts import ModelDrafts, most_drafts
 from vllm_cascade.step.inputs import Stride, Undone
 
 
@@ -142,7 +142,9 @@ class TritonKVPolicyImpl(SharingImpl):
         if alike not in workspace.reserved_for:
             workspace.reserve(*self._worst(policy, limits, query, slots))
             workspace.reserved_for.add(alike)
-        if self._saved is None and (drafts := most_drafts(config)):
+        drafts = most_drafts(config)
+        if self._saved is None and drafts:
+            drafts = ModelDrafts.saved(drafts) if self.drafting else drafts
             row = 2 * self.head_size if self.latent is None else self.head_size
             num_rows = limits.max_num_seqs * drafts * self.num_kv_heads
             num_bytes = num_rows * (row * query.element_size() + 20)
