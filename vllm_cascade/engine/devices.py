@@ -19,7 +19,6 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.copies import Copies, StreamCopies
-from vllm_cascade.step.drafts import MODEL_DRAFTERS
 
 WITHOUT_CPU_KERNEL = ("bailing_hybrid", "jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
@@ -228,13 +227,6 @@ class CUDA(Device):
             "are not tested with --kv-policy: vLLM runs them on GPUs only; use --kv-policy full",
         ),
         Refusal(
-            "drafting models in Model Runner V2",
-            lambda config, _: _drafting_model(config) and config.use_v2_model_runner,
-            "--speculative-config names a model that drafts, which is not built for Model Runner "
-            "V2, vLLM's default on GPUs; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or "
-            "its method to ngram or suffix",
-        ),
-        Refusal(
             "attention backend of drafts",
             lambda config, _: (
                 (drafts := config.speculative_config) is not None
@@ -276,11 +268,6 @@ class CUDA(Device):
 
 def _model_type(config: VllmConfig) -> str | None:
     return getattr(config.model_config.hf_text_config, "model_type", None)
-
-
-def _drafting_model(config: VllmConfig) -> bool:
-    drafts = config.speculative_config
-    return drafts is not None and drafts.method in MODEL_DRAFTERS
 
 
 def _lacks_cpu_kernel(config: VllmConfig) -> bool:

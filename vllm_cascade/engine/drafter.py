@@ -13,29 +13,66 @@ token ``i``: the target's, or their own behind the last token that the target ha
 vLLM's own passes pad rows with rejected tokens, whose slots it leaves out. Here slots follow from
 counts, so rows hold accepted tokens only, and the host has to know how many there are: on CUDA it
 waits for the target's step, and scheduling is synchronous.
+
+``proposers.py`` has the drafters of vLLM's first model runner, ``speculators.py`` those of its
+second.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.config import replace as changed
-from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
-from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.drafts import ModelDrafts
+from vllm_cascade.step.requests import Requests
 
 Pictures = tuple[list[torch.Tensor], torch.Tensor]
 """Embeddings of a step's pictures, and bool ``[num_tokens]``: whether a token is part of one."""
+States = tuple[torch.Tensor, torch.Tensor]
+"""Of each token, ``[num_tokens, hidden_size]``: what the next one's logits are computed from, and
+the hidden state."""
+Sample = Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
+"""From the states of the last tokens, ``[B, hidden_size]``, the tokens in the layers, int ``[B]``,
+and the number of the draft to the drafts, int ``[B]``."""
+
+
+@dataclass(frozen=True)
+class TargetStep:
+    """A step of the target, of ``B`` requests, once its tokens are sampled.
+
+    Attributes:
+        common: vLLM's metadata.
+        first, end: int ``[B]``, the accepted tokens ``[first, end)``.
+        asked: bool ``[B]``, whether a request has a sampled token, and is to get drafts.
+        prompt: bool ``[B]``, whether the accepted tokens are part of a prompt.
+        token_ids: int ``[num_tokens]``, the step's.
+        hidden: ``[num_tokens, hidden_size]``, the target's hidden states.
+        sampled: int ``[B]``.
+        following: int ``[number of others]``, the next token of each prompt that goes on.
+        pictures: of the step's tokens, a token earlier, as EAGLE's and MTP's layers see them.
+    """
+
+    common: CommonAttentionMetadata
+    first: np.ndarray
+    end: np.ndarray
+    asked: np.ndarray
+    prompt: np.ndarray
+    token_ids: torch.Tensor
+    hidden: torch.Tensor
+    sampled: torch.Tensor
+    following: torch.Tensor
+    pictures: Pictures | None = None
+
+    @property
+    def place(self) -> np.ndarray:
+        """int64 ``[B + 1]``, the requests' first tokens in the step."""
+        place = self.common.query_start_loc_cpu.numpy()
+        return place[: len(self.first) + 1].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -53,229 +90,173 @@ class _State:
     hidden: torch.Tensor
 
 
-_Base = DraftModelProposer if TYPE_CHECKING else object
-
-
-class BoundedDrafter(_Base):
-    """Mixin for vLLM's proposers that run a model.
-
-    Args:
-        runner: vLLM's model runner.
+class BoundedDrafter:
+    """Mixin for vLLM's drafters that run a model.
 
     Attributes:
-        drafts: the tokens that may be undone; set by the worker.
+        model: the drafting model.
+        requests: the worker's; set by it, as ``drafts``: the tokens that may be undone.
         builders: the metadata builders of the drafting model's layers, one for each kind.
     """
 
+    model: Any
+    device: torch.device
+    requests: Requests
     drafts: ModelDrafts
     builders: Sequence[StepBuilder] = ()
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
-        super().__init__(vllm_config, device, runner)
-        self._runner = runner
-        # Near this length vLLM would skip the drafter, and its layers would miss tokens.
-        runner.effective_drafter_max_model_len = runner.max_model_len + self.num_speculative_tokens
 
     @property
     def layer_names(self) -> set[str]:
         """The drafting model's attention layers, once it is loaded."""
-        return getattr(self, "_draft_attn_layer_names", set())
+        raise NotImplementedError
 
-    def _create_draft_vllm_config(self) -> VllmConfig:
-        """The drafting model's configuration, with the target's attention backend: ours."""
-        own, ours = super()._create_draft_vllm_config(), self.vllm_config.attention_config.backend
-        return changed(own, attention_config=changed(own.attention_config, backend=ours))
+    @property
+    def sees_hidden_states(self) -> bool:
+        """Whether the model's layers follow the target's: EAGLE and MTP."""
+        raise NotImplementedError
 
-    def initialize_attn_backend(
-        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
-    ) -> None:
-        """Take the drafting model's layers from the runner, which has made their builders.
-
-        vLLM's proposer would make one builder for all kinds of layers, and the runner would plan
-        the target's steps for these layers, too.
-        """
-        self.validate_same_kv_cache_group(kv_cache_config)
-        self.draft_attn_groups = []  # the profile of CUDA graphs has had some
-        for groups in self._runner.attn_groups:
-            own = [group for group in groups if self.layer_names.issuperset(group.layer_names)]
-            self.draft_attn_groups += own
-            groups[:] = [group for group in groups if group not in own]
-        self.kv_cache_gid = self.draft_attn_groups[0].kv_cache_group_id
-        builders: list[Any] = [group.get_metadata_builder() for group in self.draft_attn_groups]
-        self.builders = sorted(builders, key=lambda one: one.kv_cache_spec.window is not None)
-
-    def propose(
+    def call_model(
         self,
-        num_speculative_tokens: int,
-        target_token_ids: torch.Tensor,
-        target_positions: torch.Tensor,
-        target_hidden_states: torch.Tensor,
-        next_token_ids: torch.Tensor,
-        token_indices_to_sample: torch.Tensor | None,
-        common_attn_metadata: CommonAttentionMetadata,
-        sampling_metadata: SamplingMetadata,
-        mm_embed_inputs: Any = None,
-        num_rejected_tokens_gpu: torch.Tensor | None = None,
-        slot_mappings: Any = None,
-    ) -> torch.Tensor:
-        """Run the drafting model on a step's accepted tokens, and draft what follows them.
-
-        Returns:
-            int ``[num_reqs, num_speculative_tokens]``. Requests whose prompt is not complete have
-            rows without meaning, which the scheduler ignores.
-        """
-        common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
-        place = common.query_start_loc_cpu.numpy()[: num_reqs + 1].astype(np.int64)
-        assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
-        end = common.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64)
-        first = end - np.diff(place)
-        if num_rejected_tokens_gpu is not None:
-            end -= num_rejected_tokens_gpu.cpu().numpy()
-        asked = ~self._runner.discard_request_mask.np[:num_reqs]
-        given = target_token_ids, target_hidden_states, next_token_ids, mm_embed_inputs
-        state = self._run_accepted(common, first, end, asked, place, *given)
-        drafts: list[torch.Tensor] = []
-        probs: list[torch.Tensor] = []
-        for i in range(num_speculative_tokens):
-            if i > 0:
-                state = self._run_one_more(common, asked, drafts[-1], state)
-            sampled, probabilities = self._sample_draft_tokens(state.last, sampling_metadata)
-            drafts.append(sampled)
-            probs += [] if probabilities is None else [probabilities]
-        for name, stop in zip(self._runner.input_batch.req_ids, state.end.tolist(), strict=True):
-            self.drafts.ran(name, stop)
-        self._last_draft_probs = torch.stack(probs, dim=1) if probs else None
-        if not drafts:
-            return next_token_ids.new_empty(num_reqs, 0)
-        return torch.stack(drafts, dim=1)
-
-    def _run_accepted(
-        self,
-        common: CommonAttentionMetadata,
-        first: np.ndarray,
-        end: np.ndarray,
-        asked: np.ndarray,
-        place: np.ndarray,
+        metadata: dict[str, Any] | None,
         token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
+        hidden: torch.Tensor | None,
         pictures: Pictures | None,
-    ) -> _State:
-        """Run the target's accepted tokens, and in a draft model those sampled, too.
+    ) -> States:
+        """Run the model; it reads the positions that its first builder has set.
 
         Args:
-            first, end: int ``[B]``, the accepted tokens ``[first, end)``.
-            asked: bool ``[B]``, whether a request has a sampled token.
-            place: int ``[B + 1]``, the requests' first tokens in the step.
-            token_ids: int ``[num_tokens]``, the step's.
-            hidden: ``[num_tokens, hidden_size]``, the target's hidden states.
-            sampled: int ``[B]``.
-            pictures: of the step's tokens, a token earlier, as EAGLE's and MTP's layers see them.
+            metadata: by layer; None: a dummy run.
+            token_ids: int32 ``[num_tokens]``.
+            hidden: ``[num_tokens, hidden_size]``, with ``sees_hidden_states``.
         """
-        batch, shifts = self._runner.input_batch, self.pass_hidden_states_to_model
-        prompt = first < batch.num_prompt_tokens[: len(first)]
+        raise NotImplementedError
+
+    def combined(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as the model takes them."""
+        raise NotImplementedError
+
+    def draft(self, step: TargetStep, num: int, sample: Sample) -> list[torch.Tensor]:
+        """Run the model on a step's accepted tokens, and draft what follows them.
+
+        Returns:
+            ``num`` drafts, int ``[B]`` each. Those of requests that are not asked for mean nothing.
+        """
+        state = self._run_accepted(step)
+        drafts: list[torch.Tensor] = []
+        for i in range(num):
+            if i > 0:
+                state = self._run_one_more(step, drafts[-1], state)
+            drafts.append(sample(state.last, state.end, i))
+        for name, end in zip(self.requests.names(step.common), state.end.tolist(), strict=True):
+            if name is not None:
+                self.drafts.ran(name, end)
+        return drafts
+
+    def inputs_of(
+        self, token_ids: torch.Tensor, sees_pictures: bool, pictures: Pictures | None
+    ) -> dict[str, torch.Tensor | None]:
+        """Tokens as the model takes them: embeddings, if both models see pictures."""
+        if not sees_pictures:
+            return {"input_ids": token_ids, "inputs_embeds": None}
+        embeds, part_of = pictures or (None, None)
+        values = self.model.embed_input_ids(
+            token_ids, multimodal_embeddings=embeds, is_multimodal=part_of
+        )
+        return {"input_ids": None, "inputs_embeds": values}
+
+    def take_builders(self, groups: Sequence[Any]) -> None:
+        """Take the builders of vLLM's attention groups of the model's layers."""
+        builders: list[Any] = [group.get_metadata_builder() for group in groups]
+        self.builders = sorted(builders, key=lambda one: one.kv_cache_spec.window is not None)
+
+    def _run_accepted(self, step: TargetStep) -> _State:
+        """Run the target's accepted tokens, and in a draft model those sampled, too."""
+        place, num, shifts = step.place[:-1], step.end - step.first, self.sees_hidden_states
         # The sampled token is a stride of its own, and no part of a prompt's last one.
-        apart = not shifts and bool((asked & prompt).any())
-        num, rows = end - first, np.arange(len(first))
-        kept = _ranges(place[:-1], num)
-        source, last = [token_ids, sampled.to(token_ids.dtype)], np.full(len(rows), -1)
+        apart = not shifts and bool((step.asked & step.prompt).any())
+        rows, total = np.arange(len(num)), len(step.token_ids)
+        last = np.full(len(num), -1)
         if not apart:
-            last[asked] = len(token_ids) + rows[asked]
-        if shifts and not asked.all():  # prompts that go on
-            last[~asked] = len(token_ids) + len(rows) + np.arange((~asked).sum())
-            following = batch.token_ids_cpu[rows[~asked], end[~asked]]
-            source.append(self._sent(following).to(token_ids.dtype))
-        order = _followed(_ranges(place[:-1] + shifts, num - shifts), num - shifts, last)
+            last[step.asked] = total + rows[step.asked]
+        if shifts:
+            others = ~step.asked
+            last[others] = total + len(num) + np.arange(others.sum())
+        order = _followed(_ranges(place + shifts, num - shifts), num - shifts, last)
+        source = [one.int() for one in (step.token_ids, step.sampled, step.following)]
+        token_ids = torch.cat(source)[self.sent(order)]
+        hidden = pictures = None
+        if shifts:
+            kept = self.sent(_ranges(place, num))
+            hidden = self.combined(step.hidden[kept])
+            if step.pictures is not None:
+                embeds, part_of = step.pictures
+                pictures = embeds, part_of.to(self.device)[kept]
         length = num - shifts + (last >= 0)
-        passed = self._combined(hidden[self._sent(kept)]) if shifts else None
-        if pictures is not None:
-            embeds, part_of = pictures
-            seen = part_of.to(hidden.device)[self._sent(kept)]
-            pictures = (embeds, seen) if shifts else None
-        tokens = torch.cat(source)[self._sent(order)]
-        output = self._run(common, first, length, tokens, prompt, passed, pictures)
-        at = self._sent(length.cumsum() - 1)
-        state = _State(first + length, *(states[at] for states in output))
-        return self._run_one_more(common, asked, sampled, state) if apart else state
+        states = self._run(step, step.first, length, token_ids, step.prompt, hidden, pictures)
+        at = self.sent(length.cumsum() - 1)
+        state = _State(step.first + length, *(values[at] for values in states))
+        return self._run_one_more(step, step.sampled, state) if apart else state
 
-    def _sent(self, array: np.ndarray) -> torch.Tensor:
-        return sent(torch.from_numpy(array), self.device)
-
-    def _combined(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as the drafting model takes them."""
-        model: Any = self.model
-        return model.combine_hidden_states(hidden) if self.method == "eagle3" else hidden
-
-    def _run_one_more(
-        self,
-        common: CommonAttentionMetadata,
-        asked: np.ndarray,
-        token_ids: torch.Tensor,
-        state: _State,
-    ) -> _State:
+    def _run_one_more(self, step: TargetStep, token_ids: torch.Tensor, state: _State) -> _State:
         """Run one token more of the requests that are asked for drafts and have room for it.
 
         Args:
             token_ids: int ``[B]``, the tokens.
         """
-        runs = asked & self._have_room(common, state.end + 1)
+        runs = step.asked & self._have_room(step.common, state.end + 1)
         if not runs.any():
             return state
         length, prompt = runs.astype(np.int64), np.zeros_like(runs)
-        if runs.all():
-            output = self._run(common, state.end, length, token_ids, prompt, state.hidden)
-            return _State(state.end + length, *output)
-        rows = self._sent(np.flatnonzero(runs))
-        last, hidden = self._run(
-            common, state.end, length, token_ids[rows], prompt, state.hidden[rows]
-        )
-        return _State(
-            state.end + length,
-            last=state.last.index_copy(0, rows, last),
-            hidden=state.hidden.index_copy(0, rows, hidden),
-        )
+        token_ids, hidden, rows = token_ids.int(), state.hidden, None
+        if not runs.all():
+            rows = self.sent(np.flatnonzero(runs))
+            token_ids, hidden = token_ids[rows], hidden[rows]
+        passed = hidden if self.sees_hidden_states else None
+        found = self._run(step, state.end, length, token_ids, prompt, passed)
+        if rows is not None:
+            before = state.last, state.hidden
+            found = [a.index_copy(0, rows, b) for a, b in zip(before, found, strict=True)]
+        return _State(state.end + length, *found)
 
     def _have_room(self, common: CommonAttentionMetadata, end: np.ndarray) -> np.ndarray:
         """bool ``[B]``: whether the pages that requests hold have slots for ``end`` tokens.
 
         They do up to the end of the longest answer. Drafts behind it would have no use.
         """
-        (table, *_) = self._runner.input_batch.block_table.block_tables
-        held, fits = table.num_blocks_per_row[: len(end)], np.ones(len(end), dtype=bool)
+        names = self.requests.names(common)
+        held = np.asarray([len(self.requests.blocks(name)) if name else 0 for name in names])
+        fits = np.ones(len(end), dtype=bool)
         for builder in self.builders:
             fits &= builder.peaks(common, end) <= held * builder.kv_cache_spec.page_slots
         return fits
 
     def _run(
         self,
-        common: CommonAttentionMetadata,
+        step: TargetStep,
         first: np.ndarray,
         length: np.ndarray,
         token_ids: torch.Tensor,
         prompt: np.ndarray,
-        passed: torch.Tensor | None,
+        hidden: torch.Tensor | None,
         pictures: Pictures | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> States:
         """Run tokens ``[first, first + length)``.
 
         Args:
             first, length: int ``[B]``.
-            token_ids: int ``[num_tokens]``, request after request.
+            token_ids: int32 ``[num_tokens]``, request after request.
             prompt: bool ``[B]``, whether they are part of a prompt.
-            passed: ``[num_tokens, hidden_size]``, hidden states that EAGLE and MTP take.
+            hidden: ``[num_tokens, hidden_size]``, hidden states that EAGLE and MTP take.
             pictures: embeddings of tokens that are parts of pictures.
-
-        Returns:
-            As ``_State.last`` and ``_State.hidden``, of all tokens.
         """
         starts = torch.from_numpy(np.append(0, length.cumsum()).astype(np.int32))
-        ends, num = torch.from_numpy((first + length).astype(np.int32)), len(token_ids)
-        own = common.replace(
+        ends = torch.from_numpy((first + length).astype(np.int32))
+        own = step.common.replace(
             query_start_loc=sent(starts, self.device),
             query_start_loc_cpu=starts,
             seq_lens=sent(ends, self.device),
             seq_lens_cpu_upper_bound=ends,
-            num_actual_tokens=num,
+            num_actual_tokens=len(token_ids),
             max_query_len=int(length.max()),
             max_seq_len=int(ends.max()),
             is_prefilling=torch.from_numpy(prompt),
@@ -283,56 +264,11 @@ class BoundedDrafter(_Base):
         metadata: dict[str, Any] = {}
         for builder in self.builders:
             metadata |= dict.fromkeys(builder.layer_names, builder.build(0, own))
-        mode, padded, _ = self._determine_batch_execution_and_padding(num)
-        inputs = self._inputs(token_ids.int(), passed, pictures)
-        if mode != CUDAGraphMode.NONE:
-            inputs = self._in_buffers(inputs, padded)
-        # The model reads the positions that its first builder has set (``step/positions.py``).
-        inputs["positions"] = self._unread_positions(padded)
-        if self.eplb_state is not None:
-            self.eplb_state.prepare_forward(self.draft_model_config, num)
-        with set_forward_context(
-            metadata, self.vllm_config, num_tokens=padded, cudagraph_runtime_mode=mode
-        ):
-            out: Any = self.model(**inputs)
-        last, hidden = out if self.model_returns_tuple() else (out, out)
-        return last[:num], hidden[:num]
+        return self.call_model(metadata, token_ids, hidden, pictures)
 
-    def _inputs(
-        self, token_ids: torch.Tensor, passed: torch.Tensor | None, pictures: Pictures | None
-    ) -> dict[str, torch.Tensor | None]:
-        """What the model takes; with a target that sees pictures, embeddings of all tokens."""
-        inputs: dict[str, torch.Tensor | None] = {"input_ids": token_ids, "inputs_embeds": None}
-        if self.supports_mm_inputs:
-            embeds, part_of = pictures or (None, None)
-            model: Any = self.model
-            inputs["input_ids"], inputs["inputs_embeds"] = (
-                None,
-                model.embed_input_ids(
-                    token_ids, multimodal_embeddings=embeds, is_multimodal=part_of
-                ),
-            )
-        if self.pass_hidden_states_to_model:
-            inputs["hidden_states"] = passed
-        return inputs
-
-    def _in_buffers(
-        self, inputs: dict[str, torch.Tensor | None], padded: int
-    ) -> dict[str, torch.Tensor | None]:
-        """The inputs in the memory that vLLM's CUDA graphs of the drafting model read."""
-        moved: dict[str, torch.Tensor | None] = {}
-        for name, values in inputs.items():
-            moved[name] = None
-            if values is not None:
-                buffer: torch.Tensor = getattr(self, name)
-                buffer[: len(values)].copy_(values)
-                moved[name] = buffer[:padded]
-        return moved
-
-    def _unread_positions(self, num: int) -> torch.Tensor:
-        """Positions whose values nothing reads, of the shape that the model was compiled for."""
-        axes = self.mrope_positions.shape[:1] if self.uses_mrope else ()
-        return torch.empty(*axes, num, dtype=torch.int64, device=self.device)
+    def sent(self, array: np.ndarray) -> torch.Tensor:
+        """A host array on the model's device."""
+        return sent(torch.from_numpy(array), self.device)
 
 
 def _ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -345,15 +281,3 @@ def _followed(values: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.n
     """Rows of ``values``, one after the other, each followed by its ``last``, unless that is -1."""
     follow = last >= 0
     return np.insert(values, lengths.cumsum()[follow], last[follow])
-
-
-class BoundedDraftModel(BoundedDrafter, DraftModelProposer):
-    """A smaller model of the same vocabulary."""
-
-
-class BoundedEagle(BoundedDrafter, EagleProposer):
-    """Layers behind the target's: EAGLE, EAGLE-3 and MTP."""
-
-
-BOUNDED: dict[type, Any] = {DraftModelProposer: BoundedDraftModel, EagleProposer: BoundedEagle}
-"""Our proposers by vLLM's."""

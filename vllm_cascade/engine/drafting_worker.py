@@ -1,34 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker whose engine has a drafting model (speculative decoding), with Model Runner V1."""
+"""A worker whose engine may have a drafting model (speculative decoding), with either runner."""
 
+from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.cache.kinds import DraftingLayers
-from vllm_cascade.engine.drafter import BOUNDED, BoundedDrafter
+from vllm_cascade.engine.drafter import BoundedDrafter
 from vllm_cascade.engine.worker import KVPolicyWorker, Loaded
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.drafts import ModelDrafts, most_drafts
+from vllm_cascade.step.drafts import MODEL_DRAFTERS, Drafts, ModelDrafts, most_drafts
 from vllm_cascade.step.requests import DraftingRequests
 
 
 class DraftingWorker(KVPolicyWorker):
-    """Mixin for vLLM's workers, whose layers of a drafting model are bounded, too."""
+    """Mixin for vLLM's workers: layers of a drafting model have bounded caches, too."""
 
     _drafter: BoundedDrafter | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        runner: Any = self.model_runner
-        ours = BOUNDED.get(type(getattr(runner, "drafter", None)))
-        if ours is not None:
-            self._drafter = runner.drafter = ours(self.vllm_config, runner.device, runner)
+        drafts = self.vllm_config.speculative_config
+        if drafts is not None and drafts.method in MODEL_DRAFTERS:
+            module = "speculators" if self.use_v2_model_runner else "proposers"
+            bounded = resolve_name(f"vllm_cascade.engine.{module}:bounded")
+            self._drafter = bounded(self.model_runner, self.vllm_config)
         super().load_model(**kwargs)
 
     def _drafting(self) -> DraftingLayers:
         if self._drafter is None:
             return DraftingLayers()
-        model = self._drafter.draft_model_config.hf_text_config
+        model = self.speculative_config.draft_model_config.hf_text_config
         last = getattr(model, "max_position_embeddings", None)
         most = ModelDrafts.saved(most_drafts(self.vllm_config))
         return DraftingLayers(self._drafter.layer_names, most, last)
@@ -39,7 +42,7 @@ class DraftingWorker(KVPolicyWorker):
             return models
         layers = self._all_layers()
         own = {name: layers[name] for name in layers if name in drafter.layer_names}
-        return [*models, Loaded(drafter.model, drafter.draft_model_config, own)]
+        return [*models, Loaded(drafter.model, self.speculative_config.draft_model_config, own)]
 
     def _keep_drafts(self) -> None:
         super()._keep_drafts()
@@ -50,12 +53,17 @@ class DraftingWorker(KVPolicyWorker):
                 builder.drafts = drafts
             self._drafter.drafts = drafts
 
+    def _all_drafts(self) -> Sequence[Drafts]:
+        drafts = super()._all_drafts()
+        return drafts if self._drafter is None else [*drafts, self._drafter.drafts]
+
     def _connect(self, builders: list[StepBuilder]) -> None:
         super()._connect(builders)
         if self._drafter is None:
             return
         own, drafting = list(self._drafter.builders), self._models()[-1]
         self._prepare(drafting.model, drafting.config, own, drafting.layers)
+        self._drafter.requests = self._requests
         for builder in own:
             builder.requests = DraftingRequests(self._requests)
 

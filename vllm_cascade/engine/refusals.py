@@ -176,6 +176,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "draft model with the model's own vocabulary",
     ),
     Refusal(
+        "adaptive verification",
+        lambda config, _: (
+            (drafts := config.speculative_config) is not None
+            and drafts.enable_adaptive_verification
+        ),
+        "enable_adaptive_verification in --speculative-config cannot be combined with --kv-policy, "
+        "which has to know how many drafts a step has; set it to false",
+    ),
+    Refusal(
         "drafts cached in another type",
         lambda config, _: (
             (drafts := config.speculative_config) is not None and drafts.kv_cache_dtype is not None

@@ -353,13 +353,17 @@ class KVPolicyWorker(SessionWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Let the second model runner serve vLLM's own requests, whose drafts end unanswered."""
-        if self._drafts is None:
-            return super().compile_or_warm_up_model()
-        self._drafts.warming_up = True
+        for drafts in self._all_drafts():
+            drafts.warming_up = True
         try:
             return super().compile_or_warm_up_model()
         finally:
-            self._drafts.warming_up = False
+            for drafts in self._all_drafts():
+                drafts.warming_up = False
+
+    def _all_drafts(self) -> Sequence[Drafts]:
+        """The drafts of the model's layers, and those of a drafting model."""
+        return [] if self._drafts is None else [self._drafts]
 
     def _undo_drafts(self, output: SchedulerOutput) -> None:
         """Undo the drafts that the last steps rejected, before anything reads or copies pages."""

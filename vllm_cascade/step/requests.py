@@ -96,7 +96,7 @@ class DraftingRequests(Requests):
         self._requests = requests
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        return [self.schedule_of(name) for name in self.names(common) if name is not None]
+        return [schedule.without_recall for schedule in self._requests.schedules(common)]
 
     def schedule_of(self, name: str) -> Schedule:
         return self._requests.schedule_of(name).without_recall
