@@ -49,8 +49,8 @@ class Stream:
 def check_and_update_config(original: Any) -> classmethod:
     def with_async_scheduling(cls: type, config: Any) -> None:
         original(cls, config)
-        # Of drafters that we run, vLLM schedules none asynchronously, on any device.
-        config.scheduler_config.async_scheduling = config.speculative_config is None
+        # As a GPU's default may be, also with drafts: engines that undo them turn it off.
+        config.scheduler_config.async_scheduling = True
 
     return classmethod(with_async_scheduling)
 

@@ -5,14 +5,16 @@
     python -m tests.engine.runner_v2 '{"name": "cascade"}' gemma3
     python -m tests.engine.runner_v2 '{"name": "cascade"}' sessions
     python -m tests.engine.runner_v2 '{"name": "cascade"}' drafts
+    python -m tests.engine.runner_v2 '{"name": "cascade"}' model_drafts eagle
 
 The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
 for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
 imported. Scheduling is asynchronous, as on a GPU. ``on_device.py`` compares with the oracle, as
 ``benchmarks.gpu_engine`` does on a card; then a request that is preempted is compared with one that
 is not. With a family's name, two layers of it are compared instead; with ``sessions``, a second
-engine continues a chat; with ``drafts``, there are answers with and without n-gram drafts. Every
-engine measures CUDA graphs' memory and warms kernels up as on a GPU, less the capture
+engine continues a chat; with ``drafts``, there are answers with and without n-gram drafts; with
+``model_drafts``, those of a drafting model, which are compared with the oracle's. Every engine
+measures CUDA graphs' memory and warms kernels up as on a GPU, less the capture
 (``graph_profile.py``).
 """
 
@@ -25,6 +27,7 @@ os.environ |= {
 }
 
 import json
+import random
 import sys
 import tempfile
 import time
@@ -32,6 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton.backends
 
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
@@ -67,8 +71,14 @@ def like_a_gpu() -> None:
 
 def small_engine(folder: str, policy: dict[str, Any], **settings: Any) -> LLM:
     """A random model of one layer, whose cache is full after 36 tokens."""
+    model = write_llama(folder, head_dim=16, num_layers=1, tokenizer_from=MODEL)
+    return engine_of(model, policy, **settings)
+
+
+def engine_of(model: Path, policy: dict[str, Any], **settings: Any) -> LLM:
+    """An engine whose cache is full after 36 tokens."""
     return LLM(
-        str(write_llama(folder, head_dim=16, num_layers=1, tokenizer_from=MODEL)),
+        str(model),
         dtype="float32",
         additional_config={
             "kv_policy": {"recall": 0, **policy, "budget": 32, "prefill_stride": 16}
@@ -208,11 +218,140 @@ def drafts(policy: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def model_drafts(policy: dict[str, Any], method: str) -> dict[str, Any]:
+    """Answers without drafts and with those of a drafting model, of which some are made wrong.
+
+    A draft model is the target itself, so all of its own drafts are right; drafts of other layers
+    are the oracle's. Requests come and go; the second batch starts from snapshots, and is
+    preempted.
+    """
+    from tests.engine.pool import clean_up
+    from tests.engine.test_families import random_tokens
+    from tests.oracle.drafting import write_drafting, write_target
+    from tests.oracle.settings import oracle_settings
+
+    prompts = [random_tokens(1, 83), random_tokens(2, 9), random_tokens(3, 21), [7] * 40]
+    params = SamplingParams(max_tokens=24, logprobs=0, temperature=0.0, ignore_eos=True)
+    found: dict[str, Any] = {"answers": [], "async": [], "reused": []}
+    with tempfile.TemporaryDirectory() as folder:
+        target, other = write_target(Path(folder) / "target", method), None
+        if method in ("eagle", "eagle3"):
+            other = write_drafting(Path(folder) / "drafting", method)
+        config = {"method": method, "num_speculative_tokens": 4}
+        if method != "mtp":
+            config["model"] = str(other or target)
+        for speculative in (None, config):
+            llm = engine_of(
+                target,
+                policy,
+                speculative_config=speculative,
+                enable_prefix_caching=True,
+                skip_tokenizer_init=True,
+                block_size=16,
+                max_num_batched_tokens=64,
+                disable_log_stats=False,
+            )
+            core = llm.llm_engine.engine_core.engine_core
+            seen = watch(core, found["answers"], prompts) if speculative else []
+            found["answers"].append(answer(llm, core, prompts, params))
+            found["reused"].append(core.scheduler.snapshot_counters.hits)
+            found["async"].append(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+            metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+            core.shutdown()
+            del llm, core
+            clean_up()
+        found["drafts"], found["warmed"] = len(seen), warmed[0]
+        for name in ("accepted", "draft"):
+            found[name] = metrics[f"vllm:spec_decode_num_{name}_tokens"]
+        against = oracle_settings({**policy, "budget": 32, "prefill_stride": 16, "recall": 0})
+        found["wrong"] = wrong_drafts(method, target, other, seen, prompts, against)
+    return found
+
+
+def answer(llm: LLM, core: Any, prompts: list[list[int]], params: SamplingParams) -> Any:
+    """Tokens and log-probabilities of two batches; one request of each is aborted."""
+    answers: dict[str, Any] = {}
+    for batch in "ab":
+        for number, prompt in enumerate(prompts):
+            llm.llm_engine.add_request(f"{batch}{number}", {"prompt_token_ids": prompt}, params)
+        step = 0
+        while llm.llm_engine.has_unfinished_requests():
+            answers |= {out.request_id: out for out in llm.llm_engine.step()}
+            step += 1
+            if batch == "b" and step == 7:
+                assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+            if step == 5:
+                llm.llm_engine.abort_request([f"{batch}3"])
+    done = [answers[name].outputs[0] for name in sorted(answers) if name[1] != "3"]
+    logprobs = [[next(iter(x.values())).logprob for x in one.logprobs] for one in done]
+    return [[list(one.token_ids) for one in done], logprobs]
+
+
+def watch(core: Any, truth: list[Any], prompts: list[list[int]]) -> list[Any]:
+    """Record a drafter's drafts, and make some of those wrong that the target sees.
+
+    Returns:
+        A list that gets the tokens of requests with the one sampled last, and their drafts.
+    """
+    runner = core.model_executor.driver_worker.worker.model_runner
+    drafter, states, rng = runner.speculator, runner.req_states, random.Random(0)
+    texts = [p + t for p, t in zip(prompts, truth[0][0], strict=False)]
+    stock, seen = drafter.propose, []
+
+    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = stock(input_batch, *args, **kwargs)
+        if kwargs.get("dummy_run"):
+            return drafts
+        for row, index in enumerate(input_batch.idx_mapping.tolist()):
+            known = states.all_token_ids.gpu[index, : states.total_len.gpu[index]].tolist()
+            for text in texts:
+                following = text[len(known) :][:4]
+                if text[: len(known)] == known and len(following) == 4:
+                    seen.append((known, drafts[row].tolist()))
+                    right = [t if rng.random() < 0.7 else t ^ 1 for t in following]
+                    drafts[row] = torch.tensor(right)
+        return drafts
+
+    drafter.propose = propose
+    return seen
+
+
+def wrong_drafts(
+    method: str,
+    target: Path,
+    other: Path | None,
+    seen: list[Any],
+    prompts: list[list[int]],
+    against: dict[str, Any],
+) -> int:
+    """How many of some drafts are not what the drafting layers would draft by the oracle."""
+    from tests.oracle.drafting import draft_logits
+    from tests.oracle.model import load_model, stream
+
+    wrong = 0
+    for text, drafts in seen[:: max(len(seen) // 8, 1)]:
+        (prompt,) = [p for p in prompts if text[: len(p)] == p]
+        if len(text) == len(prompt):
+            continue  # a prompt that goes on
+        own = {"prompt_len": len(prompt), **against}
+        if method == "draft_model":
+            model = load_model(target)
+            parts = [text + drafts[:n] for n in range(len(drafts))]
+            logits = torch.stack([stream(model, part, **own).logits_last for part in parts])
+        else:
+            logits = draft_logits(method, target, other, text, drafts, **own)
+        wrong += sum(a != b for a, b in zip(drafts, logits.argmax(-1).tolist(), strict=True))
+    return wrong
+
+
 if __name__ == "__main__":
     like_a_gpu()
     settings = json.loads(sys.argv[1])
     if sys.argv[2:] == ["sessions"]:
         print("RESULT " + json.dumps(sessions(settings)))
+        sys.exit()
+    if sys.argv[2:3] == ["model_drafts"]:
+        print("RESULT " + json.dumps(model_drafts(settings, sys.argv[3])))
         sys.exit()
     if sys.argv[2:] == ["drafts"]:
         print("RESULT " + json.dumps(drafts(settings)))

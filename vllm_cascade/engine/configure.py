@@ -17,7 +17,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
-from vllm_cascade.step.drafts import MODEL_DRAFTERS, most_drafts
+from vllm_cascade.step.drafts import most_drafts
 
 Positions = tuple[int | None, int | None]
 """Positions of the model, and those that defaults stay within; None: unbounded."""
@@ -53,9 +53,8 @@ def apply_policy(
     reasons = []
     if policy.token_scores is not None:
         reasons.append(f"{policy.name} scores tokens by their ids")
-    drafts = config.speculative_config
-    if drafts is not None and drafts.method in MODEL_DRAFTERS:
-        reasons.append("the drafting model runs the tokens that were accepted")
+    if config.speculative_config is not None:
+        reasons.append("the next step undoes the drafts that were rejected")
     if SessionSettings.of(config.additional_config) is not None:
         reasons.append("a session ends with the tokens of its request")
     if reasons and config.scheduler_config.async_scheduling:

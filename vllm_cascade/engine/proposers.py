@@ -161,7 +161,7 @@ class BoundedProposer(BoundedDrafter, _Base):
     def _unread_positions(self, num: int) -> torch.Tensor:
         """Positions whose values nothing reads, of the shape that the model was compiled for."""
         axes = self.mrope_positions.shape[:1] if self.uses_mrope else ()
-        return torch.empty(*axes, num, dtype=torch.int64, device=self.device)
+        return torch.zeros(*axes, num, dtype=torch.int64, device=self.device)
 
 
 class BoundedDraftModel(BoundedProposer, DraftModelProposer):

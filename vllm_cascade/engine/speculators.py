@@ -140,7 +140,8 @@ class BoundedSpeculator(BoundedDrafter, _Base):
             inputs["hidden_states"] = hidden
         self._prepare_eplb_forward(num)
         with set_forward_context(metadata, self.vllm_config, num_tokens=num):
-            positions = torch.empty(num, dtype=torch.int64, device=self.device)
+            # What is read in a dummy run; later the model reads those of its first builder.
+            positions = torch.zeros(num, dtype=torch.int64, device=self.device)
             out: Any = self.model(**inputs, positions=positions)
         return out if isinstance(out, tuple) else (out, out)
 

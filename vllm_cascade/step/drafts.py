@@ -109,7 +109,7 @@ class Drafts:
     def _reject(self, name: str, computed: int) -> Rejected | None:
         """The drafts behind the first ``computed`` tokens of a request, if it had drafts."""
         drafted = self._take(name)
-        if drafted is None:
+        if drafted is None or self.warming_up:
             return None
         accepted = computed - drafted.begin
         assert 0 <= accepted <= drafted.num, (computed, drafted)
