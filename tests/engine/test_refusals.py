@@ -58,6 +58,7 @@ def rope(**parameters: Any) -> dict[str, Any]:
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "drafts over stages": (
         {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
@@ -289,6 +290,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(speculative_config=SimpleNamespace(use_heterogeneous_vocab=True)),
         "use a draft model with the model's own vocabulary",
     ),
+    "adaptive verification": (
+        SimpleNamespace(speculative_config=SimpleNamespace(enable_adaptive_verification=True)),
+        "set it to false",
+    ),
     "drafts cached in another type": (
         SimpleNamespace(speculative_config=SimpleNamespace(kv_cache_dtype="fp8")),
         "remove it, and the drafting model's cache has the type of --kv-cache-dtype",
@@ -397,9 +402,9 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         ),
         "are not tested",
     ),
-    "drafting models on CUDA": (
-        SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
-        "not built for CUDA; set its method to ngram or suffix",
+    "attention backend of drafts": (
+        SimpleNamespace(speculative_config=SimpleNamespace(attention_backend="FLASH_ATTN")),
+        "brings its own backend; remove it",
     ),
     "cache type on CUDA": (
         SimpleNamespace(
@@ -712,14 +717,21 @@ def test_what_no_kernel_does_is_said(
 
 @pytest.mark.parametrize("importance", ["attention", "cluster"])
 def test_drafts_are_accepted_where_tokens_stay(importance: str) -> None:
-    """Merged tokens are refused. Undoing drafts before the next step needs synchronous steps."""
+    """Merged tokens are refused."""
     config = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
     policy = resolve({"name": "dgc", "importance": importance})
     found = refusal_of("drafts of moved tokens").applies(config, policy)
     assert found == (importance == "cluster")
-    assert not refusal_of("drafting models on CUDA", "cuda").applies(config, policy)
-    made = create(MODEL, speculative_config=NGRAM)
-    assert not made.scheduler_config.async_scheduling  # as vLLM decides for such drafters
+
+
+@pytest.mark.parametrize("drafts", [None, NGRAM, DRAFTS], ids=["none", "ngram", "draft-model"])
+def test_drafts_need_synchronous_scheduling(drafts: dict[str, Any] | None) -> None:
+    """The next step undoes rejected drafts. With vLLM 0.33 ``ngram`` would be asynchronous, too."""
+    config = EngineArgs(str(MODEL), speculative_config=drafts).create_engine_config()
+    config.scheduler_config.async_scheduling = True
+    engine.apply_policy(config, {"name": "sink", "budget": 256, "recall": 0}, 1024, 1024)
+    assert config.scheduler_config.async_scheduling is (drafts is None)
+    assert ("Async" in config.scheduler_config.scheduler_cls) is (drafts is None)
 
 
 def draft_of(path: Path, **changes: Any) -> dict[str, Any]:
@@ -858,9 +870,6 @@ def test_refused_backends_by_kind() -> None:
     attention = AttentionConfig(backend_per_kind={"full_attention": "FLASH_ATTN"})
     config = SimpleNamespace(attention_config=attention)
     assert refusal_of("attention backend", "cuda").applies(config, resolve({"name": "sink"}))
-
-
-DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize(
