@@ -87,7 +87,12 @@ class PagedLayer:
     """The real implementation, builder and page views over a poisoned page pool."""
 
     def __init__(
-        self, shape: Shape, settings: dict[str, Any], num_pages: int, drafts: int = 0
+        self,
+        shape: Shape,
+        settings: dict[str, Any],
+        num_pages: int,
+        drafts: int = 0,
+        drafting: bool = False,
     ) -> None:
         self.shape = shape
         self.policy = resolve({**settings, "trace": True})
@@ -98,7 +103,7 @@ class PagedLayer:
             dtype=shape.stored_dtype,
             kv_quant_mode=get_kv_quant_mode(shape.cache_dtype),
         )
-        self.spec = KVPolicySpec.from_full(full, self.policy, drafts)
+        self.spec = replace(KVPolicySpec.from_full(full, self.policy, drafts), drafting=drafting)
         # Uninitialised memory may hold anything: NaN keys and values, absurd ranks.
         self.pool = torch.full((num_pages, self.spec.page_size_bytes), 0xFF, dtype=torch.uint8)
         self.pool[0] = 0x11  # the null block: any write to it shows

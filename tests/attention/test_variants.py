@@ -103,11 +103,16 @@ class Served:
     """
 
     def __init__(
-        self, settings: dict[str, Any], shape: Shape = PLAIN, drafts: int = 0, pages: int = 40
+        self,
+        settings: dict[str, Any],
+        shape: Shape = PLAIN,
+        drafts: int = 0,
+        pages: int = 40,
+        drafting: bool = False,
     ) -> None:
         self.shape, self.drafts, self.pages = shape, drafts, pages
         settings = settings | {"prefill_stride": STRIDE}
-        self.layer = PagedLayer(self.shape, settings, 4 * pages + 1, drafts)
+        self.layer = PagedLayer(self.shape, settings, 4 * pages + 1, drafts, drafting)
         if drafts:
             self.layer.impl.keep_drafts(8)
             self.layer.builder.drafts = Drafts(8, drafts)
@@ -271,6 +276,39 @@ def test_nothing_is_compiled_for_drafts_after_the_warm_up(
     assert {"_save_versions", "_undo"} <= names_of(variants)
 
 
+@pytest.mark.parametrize("name", ["cascade", "units", "sink"])
+def test_nothing_is_compiled_for_a_drafting_model(name: str, variants: set[Variant]) -> None:
+    """Its steps are planned on the host, and a row's first token may be one that is undone."""
+    served = Served(POLICIES[name], ODD, drafts=4, drafting=True)
+    layer = served.layer
+    builder = layer.builder
+    warm_up(builder, layer.impl, layer.pool, served.pages)
+    warm = set(variants)
+    builder.requests.names = lambda common: list("abcd")[: common.num_reqs]
+    builder.requests.schedule_of = lambda _: layer.spec.schedule
+    for first in (0, 12 * STRIDE):
+        for length in (2, 17, STRIDE, 3 * STRIDE + 5):
+            begin = {"a": 701, "b": first + length}  # what is undone later
+            builder.drafts._drafted = {
+                name: Drafted(at, 0, 4 * row) for row, (name, at) in enumerate(begin.items())
+            }
+            served.run([1, length], [700, first], [False, True])
+            served.run([2, 1], [700, first + length], [False, False])
+            served.run([3, 2], [700, first + length - 1], [False, False])
+            served.run([0, 1], [700, first + length], [False, False])
+            served.run([1, 0], [702, first + length], [False, False])
+            served.run([1, 1], [703, first + length + 2], [False, False])
+            rejected = [Rejected("a", 701, 3, 0), Rejected("b", first + length, 3, 4)]
+            pages = [list(range(1, 2 + one.begin % served.pages)) for one in rejected]
+            layer.impl.undo(builder.undone(rejected, pages))
+    chunked = layer.spec.schedule.keeps_newest is not None
+    prefill = "_write_chunks" if chunked else "_insert_strides"
+    assert {"_save_versions", "_undo", prefill} <= names_of(variants)
+    assert "_schedule" not in names_of(variants)
+    fresh = variants - warm
+    assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
 @pytest.mark.parametrize("pages", [40, 41])
 @pytest.mark.parametrize("name", RECALLING)
 def test_nothing_is_compiled_for_recall_after_the_warm_up(
@@ -368,7 +406,8 @@ def test_nothing_is_compiled_for_a_window_after_the_warm_up(
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before vLLM watches for late compilation, with tables as wide as the runner's."""
+    """Also those of a drafting model. Before vLLM watches for late compilation, with tables as wide
+    as the runner's."""
     calls: list[Any] = []
     monkeypatch.setattr(jit_monitor, "activate", lambda **settings: calls.append(settings["mode"]))
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: calls.append(arguments))
@@ -385,17 +424,21 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
         block_tables=SimpleNamespace(input_block_tables=[None, table]),
         input_batch=SimpleNamespace(block_table=first),
     )
-    builders = [CUDABuilder.__new__(CUDABuilder) for _ in range(2)]
+    builders = [CUDABuilder.__new__(CUDABuilder) for _ in range(3)]
     builders[0].layer_names, builders[1].layer_names = ["b", "a", "d"], ["c"]
     impls = {
-        name: SimpleNamespace(variant=variant) for name, variant in zip("abcd", "xyzy", strict=True)
+        name: SimpleNamespace(variant=variant)
+        for name, variant in zip("abcde", "xyzyz", strict=True)
     }
     layers = {n: SimpleNamespace(impl=impls[n], kv_cache=f"{n}.pool") for n in impls}
+    drafting = builders.pop()
+    drafting.layer_names = ["e"]
+    worker._drafter = SimpleNamespace(builders=[drafting], drafts=SimpleNamespace())
     monkeypatch.setattr(worker, "_builders", lambda: builders)
     monkeypatch.setattr(worker, "_all_layers", lambda: layers)
     finish_warm_up(worker, monkeypatch)
     first, second = builders
-    expected = [(first, "b"), (first, "a"), (second, "c")]
+    expected = [(first, "b"), (first, "a"), (second, "c"), (drafting, "e")]
     *warmed, mode = calls
     assert mode == "error" and sorted(warmed, key=str) == sorted(
         ((builder, impls[n], f"{n}.pool", 7) for builder, n in expected), key=str

@@ -234,7 +234,11 @@ def model_drafts(policy: dict[str, Any], method: str) -> dict[str, Any]:
     params = SamplingParams(max_tokens=24, logprobs=0, temperature=0.0, ignore_eos=True)
     found: dict[str, Any] = {"answers": [], "async": [], "reused": []}
     with tempfile.TemporaryDirectory() as folder:
-        target, other = write_target(Path(folder) / "target", method), None
+        target, other = Path(folder) / "target", None
+        if method == "draft_model":
+            write_llama(target, head_dim=16, num_layers=1)
+        else:
+            write_target(target, method)
         if method in ("eagle", "eagle3"):
             other = write_drafting(Path(folder) / "drafting", method)
         config = {"method": method, "num_speculative_tokens": 4}

@@ -69,10 +69,21 @@ def test_the_target_drafts_for_itself(name: str, engine_pool: EnginePool, llama:
     policy, drafts = CASES[name]
     asked = ASKED.get(name)
     truth = answers(plain(engine_pool, policy, llama), PROMPTS, asked, num=30)
-    llm = engine(engine_pool, policy, drafts, llama)
-    assert isinstance(drafter(llm).builders[0], CUDABuilder)
+    llm = engine(engine_pool, {**policy, "trace": False}, drafts, llama)
+    (builder,) = drafter(llm).builders
+    assert isinstance(builder, CUDABuilder)
+    build, chunks = builder.build, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        chunks.extend(wave.chunks for wave in metadata.waves)
+        return metadata
+
+    builder.build = noted
     with always_right(llm):
         compare(answers(llm, PROMPTS, asked, num=30), truth)
+    # A prompt's strides are one launch where a policy compares no scores, as in the target.
+    assert any(chunks) == (builder.schedule.keeps_newest is not None)
     if asked is None:
         near_the_oracle(truth, policy, llama)
     engine_pool.close()

@@ -117,9 +117,16 @@ class Drafts:
             return None
         return Rejected(name, computed, drafted.num - accepted, drafted.place + accepted)
 
-    def drafting(self, names: Sequence[str | None]) -> list[int]:
-        """Rows of a batch whose last tokens are drafts."""
-        return [row for row, name in enumerate(names) if name in self._drafted]
+    def drafting(self, names: Sequence[str | None], ends: np.ndarray) -> list[int]:
+        """Rows of a batch whose last tokens may be undone.
+
+        Args:
+            names: request ids by row in the batch.
+            ends: int ``[B]``, the rows' ends in the stream.
+        """
+        own = [self._drafted.get(name) if name else None for name in names]
+        pairs = enumerate(zip(own, ends.tolist(), strict=False))
+        return [row for row, (one, end) in pairs if one is not None and one.begin < end]
 
     def saves(
         self, names: Sequence[str | None], rows: np.ndarray, stream: np.ndarray

@@ -474,7 +474,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         """
         fits = [self._nobody_is_compared(rows) for rows in waves]
         if self.drafts is not None:
-            waits = self.drafts.drafting(names)
+            waits = self.drafts.drafting(names, _ends(waves))
             fits = [
                 fit & ~np.isin(rows.request, waits) for rows, fit in zip(waves, fits, strict=True)
             ]
@@ -528,6 +528,14 @@ def _places(places: np.ndarray) -> slice | None:
     if int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
         return slice(first, first + len(places), 1)
     return None
+
+
+def _ends(waves: Sequence[StrideRows]) -> np.ndarray:
+    """int64 ``[B]``: where the batch's rows end in their streams; 0 in rows without tokens."""
+    ends = np.zeros(1 + max(int(rows.request.max(initial=0)) for rows in waves), dtype=np.int64)
+    for rows in waves:
+        ends[rows.request] = rows.steps[:, STREAM] + rows.steps[:, LENGTH]
+    return ends
 
 
 def _aligned(values: torch.Tensor | None, index: slice | torch.Tensor) -> torch.Tensor | None:

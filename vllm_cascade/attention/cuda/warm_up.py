@@ -80,7 +80,7 @@ class _Alike(Requests):
 class _AllDrafts(Drafts):
     """Takes every token for a draft."""
 
-    def drafting(self, names: Sequence[str | None]) -> list[int]:
+    def drafting(self, names: Sequence[str | None], ends: np.ndarray) -> list[int]:
         return self._free
 
     def saves(
