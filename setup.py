@@ -29,11 +29,21 @@ for folder in MAPPED:
 
 readme = ROOT / "README.md"
 
+
+def description(text: str) -> str:
+    """README.md for an index's page, which has none of the repository's files beside it.
+
+    Links to these files become their words, and pictures are left out.
+    """
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n?", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
     name="vllm-cascade",
     version=version[1],
     description="A bounded, training-free KV cache for vLLM: sink, cascade and related policies",
-    long_description=readme.read_text("utf-8") if readme.exists() else "",
+    long_description=description(readme.read_text("utf-8")) if readme.exists() else "",
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],

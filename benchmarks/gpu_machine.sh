@@ -20,9 +20,13 @@ root=$PWD
 
 engines() {
     # Without pip, and away from the sources, whose folders are not laid out as they are installed.
-    local site
+    local wheel newest=
+    for wheel in dist/vllm_cascade-*.whl; do
+        if [[ -z $newest || $wheel -nt $newest ]]; then newest=$wheel; fi
+    done
     site=$(mktemp -d)
-    python -m zipfile -e dist/vllm_cascade-*.whl "$site"
+    trap 'rm -rf "$site"' EXIT
+    python -m zipfile -e "$newest" "$site"
     cp -r benchmarks tests "$site"
     cd "$site"
     PYTHONPATH=$site:/opt/vllm_site HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0 \

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.inputs import ruler
-from benchmarks.perplexity import FULL, add_policy_arguments, engines
+from benchmarks.perplexity import FULL, add_policy_arguments, cache_dtype, engines
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, number
 from benchmarks.running import arms
@@ -221,6 +221,7 @@ def ruler_settings(args: argparse.Namespace, capacity: int) -> dict[str, dict[st
         named |= {f"sink, recall {units}": {**RECALLED, "recall": units} for units in args.recall}
     found = {}
     for label, settings in named.items():
+        settings = {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
         try:
             found[label] = equal_policy(
                 **{"capacity": capacity, "prefill_stride": args.stride, **settings}
@@ -257,17 +258,27 @@ def shares(args: argparse.Namespace) -> list[Share]:
             max_num_batched_tokens=max(2048, args.stride),
             arguments={"enable_prefix_caching": False},  # no document begins like another
         )
-        some: list[tuple[str, int, dict[str, Any] | None]] = []
+        some: dict[tuple[str, int], EngineSettings] = {}
         if length <= native and not args.no_full:
-            some.append((FULL, length, None))
+            some[FULL, length] = engine
         for part in args.attended:
-            settings = ruler_settings(args, length // part)
-            some += [(label, length // part, policy) for label, policy in settings.items()]
-        for label, attended, policy in some:
+            for label, policy in ruler_settings(args, length // part).items():
+                attended = (args.arms or {}).get(label, {}).get("capacity", length // part)
+                some[label, attended] = with_policy(args, engine, label, policy)
+        for (label, attended), one in some.items():
             name = f"{label}, {attended:,} of {length:,}"
-            job = Asking(name, replace(engine, policy=policy), prompts, served=True)
+            job = Asking(name, one, prompts, served=True)
             made.append(Share(label, length, attended, asked, job))
     return made
+
+
+def with_policy(
+    args: argparse.Namespace, engine: EngineSettings, label: str, policy: dict[str, Any]
+) -> EngineSettings:
+    """The same engine with an arm's policy and type of cache."""
+    stored = cache_dtype(args, label)
+    arguments = {} if stored == "auto" else {"kv_cache_dtype": stored}
+    return replace(engine, policy=policy, arguments={**engine.arguments, **arguments})
 
 
 def ruler_table(

@@ -214,15 +214,14 @@ def engine_for(
         dtype=args.dtype,
         max_model_len=longest,
         max_num_batched_tokens=max(1024, args.stride),
+        # Else a trial would start from what an earlier one has read of the same prompt.
+        arguments={"enable_prefix_caching": False},
     )
     if policy is not None:
         return engine, None
     native = engines.native_positions(args.model)
     window = min(budget + 4, native - 1)
-    # Prefix caching would skip a window that an earlier trial has read.
-    uncached = {"enable_prefix_caching": False}
-    longest = min(window + 1, native)
-    return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached), window
+    return replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8), window
 
 
 def perplexity(table: PaperTable, args: argparse.Namespace) -> Filled:

@@ -145,9 +145,7 @@ def items(args: argparse.Namespace, tokenizer: Any, positions: int) -> dict[str,
                 f"{name} {length}: more than --kept {args.kept}, and room for what follows in the "
                 f"model's {positions} positions, is needed"
             )
-    found: dict[str, str] = {}
-    for source in args.data:
-        found |= texts.read(source, args.documents)
+    found = texts.read_all(args.data, args.documents)
     documents = [tokenizer(text)["input_ids"] for text in found.values()]
     longest = max(documents, key=len)
     starts = spread_out(len(longest) - args.speed_prompt, args.trials)

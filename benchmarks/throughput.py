@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -86,7 +87,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "trials then do not alternate")  # fmt: skip
     add("--sessions", action="store_true", help="one arm more for each policy, which keeps "
         "sessions in memory and in a folder")  # fmt: skip
-    add("--server-args", default="", help='more arguments for every arm: "--enforce-eager"')
+    add("--server-args", type=shlex.split, default=[],
+        help='more arguments for every arm, quoted as in a shell: "--enforce-eager"')  # fmt: skip
     words = list(sys.argv[1:] if argv is None else argv)
     preset = PRESETS[parser.parse_args(words).preset]
     args = parser.parse_args([*preset.split(), *words])
@@ -108,6 +110,12 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, str, list[str]]:
         # What is generated is not looked at, so the stock arm may run past trained positions.
         flags += ["--hf-overrides", json.dumps({"max_position_embeddings": longest})]
     return model, tokenizer or model, flags
+
+
+def shared_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Flags of every arm, with those that the model needs."""
+    shared = [*flags, "--max-model-len", str(max(args.contexts) + args.output_len)]
+    return [*shared, "--block-size", str(args.block_size), *args.server_args]
 
 
 def kv_bytes_per_token(model: str) -> int:
@@ -272,6 +280,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     """A table a pool and concurrency: a row an arm and context."""
     keys = {key for record in records for key in record}
     shown = {name: metrics for name, metrics in COLUMNS if metrics[0][0] in keys}
+    shown = shown or dict(COLUMNS[:1])  # no arm has started
     made = []
     for pool, at_once in dict.fromkeys(_key(record)[:2] for record in records):
         part = [r for r in records if (r["pool"], r["concurrency"]) == (pool, at_once)]
@@ -340,8 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers must not outlive this
     model, tokenizer, flags = model_arguments(args)
-    shared = [*flags, "--max-model-len", str(max(args.contexts) + args.output_len)]
-    shared += ["--block-size", str(args.block_size), *args.server_args.split()]
+    shared = shared_flags(args, flags)
     sweep = cells(args, kv_bytes_per_token(model), args.block_size)
     records = []
     for pool, part in itertools.groupby(sweep, key=lambda cell: cell.pool):

@@ -9,6 +9,7 @@ The prompt is the tokens of the chat so far, so it begins with exactly what the 
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,13 +31,24 @@ def start(model: str, port: int, flags: list[str]) -> subprocess.Popen[bytes]:
     command = ["vllm.entrypoints.cli.main", "serve", model, "--port", str(port), *FLAGS, *flags]
     # A process group of its own, so that one signal ends its engine, too.
     server = subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-            return server
-        except OSError:
-            time.sleep(0.5)
+    try:
+        while server.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+                return server
+            except OSError:
+                time.sleep(0.5)
+    except BaseException:  # Ctrl-C does not reach the group
+        kill(server)
+        raise
     raise SystemExit("the server did not start")
+
+
+def kill(server: subprocess.Popen[bytes]) -> None:
+    """End a server and its engine at once, if they have not ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def turn(client: openai.OpenAI, history: list[int], new: list[int]) -> list[int]:
@@ -71,13 +83,12 @@ def main() -> None:
         history = turn(client, [], tokens[:600])
         history = turn(client, history, tokens[600:800])
         time.sleep(SETTLE)
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        kill(server)
         print("killed", flush=True)
         server = start(args.model, args.port, flags)
         turn(client, history, tokens[800:1000])
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        kill(server)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 """``vllm-cascade``: the policies, and a trace that agrees with what the engine's code keeps."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from tests.attention.test_paged import CASES, PagedLayer, Shape, oracle_for
 from tests.oracle.settings import make_sim
 from tests.oracle.unit_cases import CASES as UNIT_CASES
+from vllm_cascade import cli
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
 from vllm_cascade.policies.registry import POLICIES
@@ -148,6 +151,12 @@ PAGE = ["--text", __file__, "--model", "none"]
         ([*PAGE, "--html", "FOLDER/none/a.html"], "--html .*/a.html: there is no folder .*none"),
         ([*PAGE, "--html", "a.html", "--json", "a.json"], "--json has no effect with --html"),
         ([*PAGE, "--html", "a.html", "--tokens", "1000"], "--tokens has no effect with --html"),
+        ([*PAGE, "--html", "a.html", "--beside", "h2o", "windw"], "--beside windw: .* 'windw'"),
+        ([*PAGE, "--html", "a.html", "--beside", "full"], "--beside full: .* keeps every token"),
+        ([*PAGE, "--html", "a.html", "--beside", '{"name": "full"}'], "full.* keeps every token"),
+        ([*PAGE, "--html", "a.html", "--beside", '{"name"'], "--beside {.name.: "),
+        ([*PAGE, "--html", "a.html", "--kv-budget", "33"], "--kv-budget 33 does not fit"),
+        (["--model", "m", "--html", "a.html", "--text", "none.txt"], "none.txt"),
         (["--layer", "0"], "--layer has no effect without --html"),
         (["--beside", "h2o"], "--beside has no effect without --html"),
     ],
@@ -163,6 +172,25 @@ def test_errors(
     with pytest.raises(SystemExit):
         main(["trace", *(places.get(f, f.replace("FOLDER", str(tmp_path))) for f in flags)])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_units_of_a_page_are_left_to_the_engine() -> None:
+    word = '{"name": "sink", "unit": "page"}'
+    assert cli._beside(word, {"budget": 256}) == {"budget": 256, **json.loads(word)}
+    cli._check_settings({"name": "sink", "unit": "page", "budget": 256})
+
+
+def test_a_pages_engine_takes_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would want 92 % of the machine's to be free, for a single request."""
+    for gibibytes, expected in ((40, "10"), (18, "4"), (2, "1")):
+        free = SimpleNamespace(available=gibibytes << 30)
+        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: free)
+        monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+        cli._leave_memory()
+        assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == expected
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    cli._leave_memory()
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7", "what the user says"
 
 
 def test_a_picture_needs_matplotlib(

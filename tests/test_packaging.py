@@ -174,7 +174,15 @@ def test_wheel(tmp_path: Path) -> None:
     assert "vllm_cascade/kernels/cpp/tokens.cpp" in files
     assert not [name for name in files if "test" in name], "what tests share stays in tests/"
     metadata = zipfile.ZipFile(wheel).read(next(name for name in files if "METADATA" in name))
-    assert (ROOT / "README.md").read_bytes() in metadata
+    described = metadata.decode("utf-8")
+    for line in (ROOT / "README.md").read_text("utf-8").splitlines():
+        if "](" not in line:
+            assert line in described
+    # An index's page has none of the repository's files beside it.
+    links = re.findall(r"\]\(([^)]+)\)", described)
+    assert links and all(link.startswith("https://") for link in links), links
+    assert "![" not in described and "([all numbers](docs" not in described
+    assert "[GPU](" not in described and "(GPU)" in described
 
 
 def test_a_releases_tag_is_its_version(tmp_path: Path) -> None:

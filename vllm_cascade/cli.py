@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ STREAM = {"tokens": 1000, "scores": None, "head": 0, "every": 1, "json": None, "
 """Flags of ``trace`` without a model, and their defaults."""
 PAGE = {"text": None, "model": None, "layer": None, "beside": ()}
 """The same for a page of a text: flags that ``--html`` needs or takes."""
+SMALL_PAGE = 16
+"""Tokens of vLLM's smallest usual pages: settings that fit larger ones fit these."""
 
 
 def show_policies() -> None:
@@ -127,22 +130,60 @@ def load_scores(path: str, head: int) -> np.ndarray:
 def write_html(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Run a text through an engine for each policy, and write a page that shows what they keep.
 
+    All that can be wrong with the flags is found before the first engine starts.
+
     Raises:
-        ValueError: ``--text`` or ``--model`` is missing.
+        OSError: ``--text`` cannot be read.
+        ValueError: ``--text`` or ``--model`` is missing, or a policy's settings are invalid.
     """
     if not (args.text and args.model):
         raise ValueError("--html needs --text and --model")
+    text = args.text.read_text("utf-8")
+    _check_settings(settings)
+    shared = {"budget": settings["budget"]} if "budget" in settings else {}
+    policies = [settings, *(_beside(word, shared) for word in args.beside)]
     from vllm_cascade import register
     from vllm_cascade.engine.trace_page import write_page
 
     register()
-    shared = {"budget": settings["budget"]} if "budget" in settings else {}
-    policies = [settings]
-    for word in args.beside:
-        own = json.loads(word) if word.startswith("{") else {"name": word}
-        policies.append({**shared, **own})
-    text = args.text.read_text("utf-8")
+    _leave_memory()
     write_page(args.html, text, args.model, policies, args.layer)
+
+
+def _beside(word: str, shared: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a policy of ``--beside``.
+
+    Raises:
+        ValueError: they are invalid, or no JSON.
+    """
+    try:
+        own = {**shared, **(json.loads(word) if word.startswith("{") else {"name": word})}
+        if own.get("name") == "full":
+            raise ValueError("full keeps every token; leave it out")
+        _check_settings(own)
+    except ValueError as error:
+        raise ValueError(f"--beside {word}: {error}") from None
+    return own
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Check what does not depend on the model. An engine has pages, other than a trace without one.
+
+    Raises:
+        KVPolicyError: the settings are invalid.
+    """
+    resolve(settings, block_size=SMALL_PAGE if settings.get("unit") == "page" else None)
+
+
+def _leave_memory() -> None:
+    """Let an engine on the CPU reserve a quarter of the memory that is free, unless the user says.
+
+    By default it wants 92 % of all memory to be free. One request at a time is all that runs.
+    """
+    import psutil  # vLLM needs it, too
+
+    gigabytes = psutil.virtual_memory().available // 4 >> 30
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(gigabytes, 1)))
 
 
 def check(args: argparse.Namespace) -> None:

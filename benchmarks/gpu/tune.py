@@ -85,7 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = tune(options.interpret, options.workers)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "tune.json").write_text(json.dumps(rows, indent=1) + "\n")
+        name = "tune_interpreted.json" if options.interpret else "tune.json"
+        (options.out / name).write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:
         print(row)
 

@@ -103,6 +103,15 @@ def read(source: str, limit: int | None = None) -> dict[str, str]:
     return texts
 
 
+def read_all(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
+    """Documents of several sources. Of two with one name the second is named by its source, too."""
+    found: dict[str, str] = {}
+    for source in dict.fromkeys(sources):
+        for name, text in read(source, limit).items():
+            found[f"{name} ({source})" if name in found else name] = text
+    return found
+
+
 def load_dataset(
     name: str, config: str | None, split: str, limit: int | None = None
 ) -> list[dict[str, Any]]:
@@ -158,11 +167,10 @@ def load(
         documents: stop after so many of a source.
         num_tokens, ranks: see ``streams``; ``ranks`` as in ``19:44``.
     """
-    found: dict[str, str] = {}
-    for source in sources:
-        source, own = DATASETS.get(source, (source, "books"))
+    known = [DATASETS.get(source, (source, "books")) for source in sources]
+    for _, own in known:
         protocol = protocol or own
-        found |= read(source, documents)
+    found = read_all([source for source, _ in known], documents)
     chosen = slice(*(int(part) if part else None for part in ranks.split(":"))) if ranks else None
 
     return streams(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card's numbers as a kept result: tables of what one benchmark wrote on it.
+"""A card's numbers as a kept result: tables of what benchmarks wrote on it.
 
     python -m benchmarks.reporting.gpu FOLDER --commit COMMIT --out benchmarks/results/NAME.json
 
-FOLDER has files ``gpu_check*.json`` and what ``gpu.tune`` wrote, or ``gpu_engine*.json``. The
-card's machine may have no rich and no history, so it writes plain JSON, and the commit is named
-here.
+FOLDER has files ``gpu_check*.json``, what ``gpu.tune`` wrote, ``gpu_engine*.json``, or some of
+these, all of one card. The card's machine may have no rich and no history, so it writes plain JSON,
+and the commit is named here.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from benchmarks.reporting.tables import Table
 Row = dict[str, Any]
 SHOWN = 10
 """Configurations in the table of ``gpu.tune``."""
+WITHOUT_VLLM = {"vllm": "not installed"}
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], note: str = "") -> Table:
@@ -151,32 +152,19 @@ def speed(rows: list[Row]) -> Table:
     return table("Speed of engines", columns, found, note)
 
 
-ENGINE, CHECK = "python -m benchmarks.gpu_engine", "python -m benchmarks.gpu_check"
-
-
-def engine_result(files: list[Path], commit: str, command: str) -> Row:
-    """The kept result of what runs of ``gpu_engine`` wrote."""
-    runs = [json.loads(file.read_text()) for file in files]
+def engine_tables(runs: list[Row]) -> list[Table]:
+    """Tables of what runs of ``gpu_engine`` wrote."""
     rows = [row for run in runs for row in run["rows"]]
     compared = [row for row in rows if row["what"] in KINDS]
     timed = [row for row in rows if row["what"] == "speed"]
     checked = [row for row in rows if row["what"] == "check"]
     tables = [engines(compared)] if compared else []
     tables += [first_starts(checked)] if checked else []
-    tables += [speed(timed)] if timed else []
-    return {
-        "command": command,
-        "seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
-        "environment": runs[0]["environment"] | {"git_commit": commit, "git_dirty": False},
-        "settings": {},
-        "tables": [one.as_json() for one in tables],
-        "data": {},
-    }
+    return tables + ([speed(timed)] if timed else [])
 
 
-def check_result(files: list[Path], commit: str, command: str) -> Row:
-    """The kept result of what runs of ``gpu_check``, and perhaps of ``tune``, wrote."""
-    runs = [json.loads(file.read_text()) for file in files]
+def check_tables(runs: list[Row]) -> list[Table]:
+    """Tables of what runs of ``gpu_check`` wrote."""
     rows = {
         kind: [row for run in runs for row in run[kind]]
         for kind in ("checks", "attend", "layer", "caching", "prefill")
@@ -185,27 +173,58 @@ def check_result(files: list[Path], commit: str, command: str) -> Row:
     tables += [decode(run["attend"], run["copy_gbps"]) for run in runs if run["attend"]]
     tables += [layers(rows["layer"])] if rows["layer"] else []
     tables += [insertion(rows["caching"])] if rows["caching"] else []
-    tables += [prompts(rows["prefill"])] if rows["prefill"] else []
-    tune = files[0].with_name("tune.json")
-    if tune.is_file():
-        tables.append(tuned(json.loads(tune.read_text())))
-    return {
-        "command": command,
-        "seconds": round(sum(row["seconds"] for row in rows["checks"]), 1),
-        "environment": runs[0]["environment"]
-        | {"vllm": "not installed", "git_commit": commit, "git_dirty": False},
-        "settings": {},
-        "tables": [one.as_json() for one in tables],
-        "data": {"goals": [goal for run in runs for goal in run["goals"] if goal["measured"]]},
-    }
+    return tables + ([prompts(rows["prefill"])] if rows["prefill"] else [])
+
+
+def runs_in(folder: Path) -> dict[str, Row]:
+    """What ``gpu_check`` and then ``gpu_engine`` wrote, by file.
+
+    Raises:
+        ValueError: none of them wrote anything, a run of toy sizes, or several cards.
+    """
+    patterns = ("gpu_check*.json", "gpu_engine*.json")
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    found = {file.name: json.loads(file.read_text("utf-8")) for file in files}
+    if not found:
+        raise ValueError(f"{folder}: no {' or '.join(patterns)} in it")
+    for name, run in found.items():
+        if run.get("tiny") or run.get("interpreted"):
+            raise ValueError(f"{name}: toy sizes, which say nothing of a card; move it elsewhere")
+    cards = {name: run["environment"]["gpu"] for name, run in found.items()}
+    if len(set(cards.values())) > 1:
+        said = "; ".join(f"{name}: {card}" for name, card in cards.items())
+        raise ValueError(f"a folder for each card is needed: {said}")
+    return found
 
 
 def result(folder: Path, commit: str, command: str | None = None) -> Row:
-    """The kept result of a folder: of ``gpu_engine``, or of ``gpu_check`` and perhaps ``tune``."""
-    if files := sorted(folder.glob("gpu_engine*.json")):
-        return engine_result(files, commit, command or ENGINE)
-    files = sorted(folder.glob("gpu_check*.json"))
-    return check_result(files, commit, command or CHECK)
+    """The kept result of a folder: of ``gpu_check``, ``tune`` and ``gpu_engine``, or some of them.
+
+    Raises:
+        ValueError: as ``runs_in``.
+    """
+    found, tune = runs_in(folder), folder / "tune.json"
+    check = [run for name, run in found.items() if name.startswith("gpu_check")]
+    engine = [run for name, run in found.items() if name.startswith("gpu_engine")]
+    parts = [
+        ("gpu_check", check_tables(check) if check else []),
+        ("gpu.tune", [tuned(json.loads(tune.read_text("utf-8")))] if tune.is_file() else []),
+        ("gpu_engine", engine_tables(engine) if engine else []),
+    ]
+    timed = [row for run in check for row in run["checks"]]
+    timed += [row for run in engine for row in run["rows"]]
+    # The versions of the engines, if any ran: the kernels alone need no vLLM.
+    environment = engine[0]["environment"] if engine else check[0]["environment"] | WITHOUT_VLLM
+    goals = [goal for run in check for goal in run["goals"] if goal["measured"]]
+    ran = "; ".join(f"python -m benchmarks.{name}" for name, tables in parts if tables)
+    return {
+        "command": command or ran,
+        "seconds": round(sum(row.get("seconds", 0.0) for row in timed), 1),
+        "environment": environment | {"git_commit": commit, "git_dirty": False},
+        "settings": {},
+        "tables": [one.as_json() for _, tables in parts for one in tables],
+        "data": {"goals": goals} if check else {},
+    }
 
 
 def main() -> None:
@@ -215,9 +234,11 @@ def main() -> None:
     parser.add_argument("--command", help="what ran on the card, with its options")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.write_text(
-        results.as_text(result(args.folder, args.commit, args.command)), encoding="utf-8"
-    )
+    try:
+        found = result(args.folder, args.commit, args.command)
+    except ValueError as error:
+        parser.error(str(error))
+    args.out.write_text(results.as_text(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

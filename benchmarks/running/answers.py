@@ -13,6 +13,14 @@ from benchmarks.running.serving import Server
 
 TIMEOUT = 3600.0
 """Seconds that a server's answer may take, waiting in the queue included."""
+GREEDY: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_p": 1.0,
+    "extra_body": {"repetition_penalty": 1.0, "top_k": 0, "min_p": 0.0},
+}
+"""Of a request, besides its temperature: a server takes what is left out from the model's
+``generation_config.json``, where a penalty would count a prompt's needles. An engine does not."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def _served(job: Asking, places: Sequence[int]) -> Iterator[tuple[int, str]]:
 
     def answer(place: int) -> str:
         one = job.prompts[place]
-        asked = {"prompt": list(one.tokens), "max_tokens": one.max_tokens}
+        asked = {"prompt": list(one.tokens), "max_tokens": one.max_tokens, **GREEDY}
         return stream(server, timeout=TIMEOUT, **asked).text
 
     with (

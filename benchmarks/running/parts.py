@@ -20,9 +20,13 @@ from typing import Any
 
 from benchmarks.running.environment import ROOT, commit, versions
 
-MEASURED_CODE = ("vllm_cascade", "kernels", "patches", "benchmarks/running/controls.py")
-"""What decides about a result, besides vLLM and PyTorch."""
-SOURCES = {".py", ".cpp", ".h", ".hpp", ".cu"}
+MEASURED_CODE = (
+    *("vllm_cascade", "kernels", "patches"),
+    *("benchmarks/running", "benchmarks/inputs/tasks"),
+)
+"""What decides about a result, besides vLLM and PyTorch: ours, what drives the engines and the
+peers, and the harness's local tasks, which jobs know by name only."""
+SOURCES = {".py", ".cpp", ".h", ".hpp", ".cu", ".yaml"}
 SAMPLE_BYTES = 1 << 20
 
 
@@ -118,7 +122,7 @@ def code() -> str:
 
 @functools.cache
 def model(name: str) -> dict[str, Any]:
-    """What a model is: for a folder its configuration, and its weights' sizes and samples of them.
+    """What a model is: for a folder its configurations, and its weights' sizes and samples of them.
 
     A model by name is that name: what the Hub gives for it is not looked at.
     """
@@ -130,7 +134,11 @@ def model(name: str) -> dict[str, Any]:
         for file in sorted(folder.iterdir())
         if file.suffix in {".safetensors", ".bin", ".gguf"}
     }
-    return {"config": digest((folder / "config.json").read_text("utf-8")), "weights": weights}
+    found = {"config": digest((folder / "config.json").read_text("utf-8")), "weights": weights}
+    generation = folder / "generation_config.json"  # where answers end
+    if generation.is_file():
+        found["generation_config"] = digest(generation.read_text("utf-8"))
+    return found
 
 
 def _sample(file: Path) -> str:

@@ -91,9 +91,16 @@ def quality() -> list[str]:
 
 def recall() -> list[str]:
     old, *_, new = distances("recall-passkey-2048", slice(None), -2)
+    # At the first depth of 6,000 tokens the whole cache fails: the table says it compares nothing.
+    fair = (
+        "pass keys in prompts of 6,000 tokens, at the four depths where the whole cache finds most"
+    )
     rows = [
-        (f"pass keys {old} to {new:,} tokens back, 516 attended", "recall-passkey-2048", 60),
-        ("pass keys in prompts of 6,000 tokens", "recall-passkey-6000", 20),
+        (
+            f"pass keys {old} to {new:,} tokens back, 516 attended",
+            *("recall-passkey-2048", 60, slice(None)),
+        ),
+        (fair, "recall-passkey-6000", 16, slice(1, None)),
     ]
     again = [
         float(row_of("study-recall-rewind", arm)["second reading"])
@@ -115,9 +122,9 @@ def recall() -> list[str]:
         "| mean of RULER at 16,384 tokens, past the model's positions, a sixteenth attended | "
         f"{past} % | |",
         *(
-            f"| {name} | {keys_found(result, 'sink, recall 8')} of {total} | "
-            f"{keys_found(result, 'full')} | |"
-            for name, result, total in rows
+            f"| {name} | {keys_found(result, 'sink, recall 8', columns)} of {total} | "
+            f"{keys_found(result, 'full', columns)} | |"
+            for name, result, total, columns in rows
         ),
         "| perplexity of a novel read again from 2,048 tokens back | "
         + " | ".join(f"{one:.1f}" for one in again),

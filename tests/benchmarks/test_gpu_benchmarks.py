@@ -261,3 +261,27 @@ def test_gpu_engine_tiny(name: str, tmp_path: Path) -> None:
     assert all(row["equal"] and row["evicted"] > 0 for row in rows if "equal" in row)
     engines = {(row["what"], row["policy"]) for row in rows}
     assert len(list((tmp_path / "logs").glob("*.log"))) == len(engines)
+
+
+def test_the_machines_script_takes_the_newest_wheel(tmp_path: Path) -> None:
+    """``make wheel`` leaves older ones in dist/; the folder that it is unpacked in goes again."""
+    for folder in ("benchmarks", "tests", "dist", "bin", "tmp"):
+        (tmp_path / folder).mkdir()
+    script = tmp_path / "benchmarks/gpu_machine.sh"
+    script.write_text((ROOT / "benchmarks/gpu_machine.sh").read_text())
+    for age, version in enumerate(("0.2.0", "0.1.0", "0.3.0")):
+        wheel = tmp_path / f"dist/vllm_cascade-{version}-py3-none-any.whl"
+        wheel.touch()
+        os.utime(wheel, (1e9 - age, 1e9 - age))
+    python = tmp_path / "bin/python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\n')
+    python.chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
+    command = ["bash", str(script), "measure", str(tmp_path / "out"), "--models", "8B"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    unpacked, engine = (tmp_path / "ran").read_text().splitlines()
+    words = ["-m", "zipfile", "-e", "dist/vllm_cascade-0.2.0-py3-none-any.whl"]
+    assert unpacked.split()[:-1] == words
+    assert engine.split()[:2] == ["-m", "benchmarks.gpu_engine"] and "8B" in engine
+    assert not list((tmp_path / "tmp").iterdir())

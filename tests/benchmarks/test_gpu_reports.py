@@ -104,9 +104,53 @@ def test_a_kept_result_of_engines(tmp_path: Path) -> None:
     assert "A card; torch 2, vLLM 1, commit 0123456789, 2026-11-25; 56 s." in text
 
 
-def test_configurations_are_timed() -> None:
-    done = run("benchmarks.gpu.tune", "--interpret", "--workers", "1")
+def write(folder: Path, name: str, content: Any) -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_a_folder_of_all_three_is_one_result(tmp_path: Path) -> None:
+    """A check that failed must not be lost beside engines."""
+    speed = {"what": "speed", "policy": "stock", "model": "8B", "context": 1024, "seconds": 4.0}
+    environment = CHECK["environment"] | {"vllm": "1"}
+    write(tmp_path, "gpu_engine.json", {"environment": environment, "rows": [speed]})
+    write(tmp_path, "gpu_check.json", CHECK)
+    write(tmp_path, "tune.json", TUNE)
+    found = gpu.result(tmp_path, "0123456789ab")
+    titles = [one["title"] for one in found["tables"]]
+    assert titles[0] == "Kernels against their references"
+    assert titles[-2:] == ["attend_strides by configuration", "Speed of engines"]
+    assert list(found["tables"][0]["rows"][1]) == ["failed", "2", "AssertionError: output"]
+    assert found["command"].split("; ") == [
+        f"python -m benchmarks.{name}" for name in ("gpu_check", "gpu.tune", "gpu_engine")
+    ]
+    assert found["environment"]["vllm"] == "1" and found["seconds"] == 10.0
+    assert found["data"] == {"goals": []}
+
+
+def test_cards_and_toy_runs_are_not_mixed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no gpu_check\*.json or gpu_engine\*.json"):
+        gpu.result(tmp_path, "0123456789ab")
+    write(tmp_path, "gpu_check.json", CHECK)
+    other = {"environment": {"gpu": "Another"}, "rows": []}
+    write(tmp_path, "gpu_engine.json", other)
+    with pytest.raises(ValueError, match=r"gpu_check.json: A card; gpu_engine.json: Another"):
+        gpu.result(tmp_path, "0123456789ab")
+    (tmp_path / "gpu_engine.json").unlink()
+    for name, toy in (
+        ("gpu_engine_tiny.json", {**other, "tiny": True}),
+        ("gpu_check_interpreted.json", {**CHECK, "interpreted": True}),
+    ):
+        write(tmp_path, name, toy)
+        with pytest.raises(ValueError, match=f"{name}: toy sizes"):
+            gpu.result(tmp_path, "0123456789ab")
+        (tmp_path / name).unlink()
+    assert gpu.result(tmp_path, "0123456789ab")["environment"]["gpu"] == "A card"
+
+
+def test_configurations_are_timed(tmp_path: Path) -> None:
+    done = run("benchmarks.gpu.tune", "--interpret", "--workers", "1", "--out", str(tmp_path))
     assert done.returncode == 0 and done.stdout.count("'ms'") == 2, done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["tune_interpreted.json"]
 
 
 def test_a_configuration_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,10 @@ def test_code_is_what_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("vllm_cascade/a.py", "1"),
         ("vllm_cascade/a.py", "2"),
         ("kernels/cpp/b.cpp", "3"),
+        ("benchmarks/running/peers/with_llama_cpp.py", "6"),
+        ("benchmarks/running/stream.py", "7"),
+        ("benchmarks/inputs/tasks/book.py", "8"),
+        ("benchmarks/inputs/tasks/book_cloze.yaml", "9"),
         ("docs/c.py", "4"),
         ("vllm_cascade/notes.md", "5"),
     ]:
@@ -121,8 +125,8 @@ def test_code_is_what_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         parts.code.cache_clear()
         found.append(parts.code())
     parts.code.cache_clear()
-    assert len(set(found[:3])) == 3
-    assert found[2] == found[3] == found[4], "documents do not measure"
+    assert len(set(found[:7])) == 7, "what drives a peer or defines a task measures, too"
+    assert found[6] == found[7] == found[8], "documents do not measure"
 
 
 def test_what_determines_a_result() -> None:
@@ -154,7 +158,10 @@ def test_a_model_is_its_weights(tmp_path: Path) -> None:
         parts.model.cache_clear()
         found.append(parts.digest(parts.model(str(tmp_path))))
     parts.model.cache_clear()
-    assert len(set(found)) == 3
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    found.append(parts.digest(parts.model(str(tmp_path))))
+    parts.model.cache_clear()
+    assert len(set(found)) == 4, "where an answer ends is part of it"
     assert parts.model(str(MODEL)) != parts.model("some/name") == {"name": "some/name"}
     assert parts.digest_of_tokens([1, 2]) != parts.digest_of_tokens([1, 3])
 

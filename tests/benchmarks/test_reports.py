@@ -194,6 +194,28 @@ def test_a_refused_arm_has_a_row_and_a_line() -> None:
     assert throughput.line(refused).endswith("refused: KV cache")
 
 
+def test_a_table_of_arms_that_do_not_start() -> None:
+    """The reasons must not be lost where nothing was measured."""
+    cell = {"context": 128, "output_len": 8, "concurrency": 1, "num_prompts": 1, "pool": 1 << 20}
+    refused = [{**cell, "arm": arm, "refused": "ValueError: bad"} for arm in ("full", "sink")]
+    (made,) = throughput.tables(refused)
+    assert made.columns == ("context, arm", "output tok/s")
+    assert made.rows == (("128 full", "does not start"), ("128 sink", "does not start"))
+    assert throughput.beside_stock(refused) == []
+
+
+def test_server_arguments_may_be_quoted() -> None:
+    words = ["--server-args", """--enforce-eager --hf-overrides '{"a": 1}'"""]
+    args = throughput.parse_args([*words, "--contexts", "128"])
+    flags = throughput.shared_flags(args, ["--load-format", "dummy"])
+    assert flags == [
+        "--load-format", "dummy", "--max-model-len", "160", "--block-size", "128",
+        "--enforce-eager", "--hf-overrides", '{"a": 1}',
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        throughput.parse_args(["--server-args", "--hf-overrides '{"])
+
+
 def test_pools() -> None:
     assert pool_bytes("2x", 100) == 200 and pool_bytes("1.5X", 100) == 150
     assert pool_bytes("64M", 1) == 64 << 20 and pool_bytes("2G", 1) == 2 << 30

@@ -26,6 +26,11 @@ from benchmarks.running.serving import Server
 from tests.conftest import BOOK, MODEL
 
 LENGTH, COUNT = 2048, 3
+GREEDY = {
+    "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    "top_p": 1, "top_k": 0, "min_p": 0,
+}  # fmt: skip
+"""Said with every request: what is left out a server takes from ``generation_config.json``."""
 NEEDLE = re.compile(r"One of the special magic (?:numbers|uuids) for ([\w-]+) is: ([\w-]+)\.")
 
 
@@ -203,6 +208,8 @@ def test_an_interrupted_run_goes_on(fake: list[dict[str, Any]], tmp_path: Path) 
         {3, 4, 5, 6} - {*map(int, kept.values())}
     )
     assert all(body["temperature"] == 0 for body in fake)
+    for body in fake:
+        assert {key: body.get(key) for key in GREEDY} == GREEDY
     assert all(body["max_tokens"] == len(body["prompt"]) + 1 for body in fake)
     assert {body["path"] for body in fake} == {"/v1/completions"}
     again = arms.run_all(answers.ask, [replace(whole, arm=None)], 1, Parts(tmp_path))
@@ -247,6 +254,34 @@ def test_arms_attend_to_a_part(capsys: pytest.CaptureFixture[str]) -> None:
             assert policy.get("recall", 0) == (
                 int(one.policy.split()[-1]) if "," in one.policy else 0
             )
+
+
+def test_arms_have_the_cache_type_and_size_that_were_asked_for(tmp_path: Path) -> None:
+    """``--kv-cache-dtype`` is of policies alone, and an arm may have its own, as its capacity."""
+    from vllm_cascade.policies.registry import resolve
+
+    named = {
+        "a": {"name": "sink"},
+        "b": {"name": "sink", "kv_cache_dtype": "int8_per_token_head"},
+        "c": {"name": "sink", "capacity": 132, "kv_cache_dtype": "auto"},
+    }
+    (tmp_path / "arms.json").write_text(json.dumps(named))
+    words = ["--suite", "ruler", "--tasks", "fwe", "--lengths", "1024", "--limit", "1"]
+    words += ["--attended", "2", "4", "--stride", "64", "--kv-cache-dtype", "fp8"]
+    args = harness.parse_args([*words, "--arms", str(tmp_path / "arms.json")])
+    args.dtype = "float32"
+    plan = harness.shares(args)
+    found = {(one.policy, one.attended): one.job.engine for one in plan}
+    assert len(found) == len(plan) and list(found) == [
+        ("full", 1024), ("a", 512), ("b", 512), ("c", 132), ("a", 256), ("b", 256),
+    ]  # fmt: skip
+    for (label, attended), engine in found.items():
+        stored = {"a": "fp8", "b": "int8_per_token_head"}.get(label)
+        assert engine.arguments.get("kv_cache_dtype") == stored
+        assert engine.arguments["enable_prefix_caching"] is False
+        assert ("--kv-cache-dtype" in engine.flags()) == (stored is not None)
+        if engine.policy:
+            assert resolve(engine.policy).capacity == attended
 
 
 def test_the_table() -> None:

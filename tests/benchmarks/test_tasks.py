@@ -95,6 +95,16 @@ def test_settings_that_follow_from_the_budget() -> None:
     assert papers.settings_at({"name": "cascade", "num_subcaches": 8}, 512, 8) is None
 
 
+def test_no_engine_of_a_papers_table_starts_from_a_snapshot() -> None:
+    """A trial reads the prompt that the one before it has read, and the time of that is wanted."""
+    args = papers.parse_args(["lazy-1"])
+    args.dtype = "float32"
+    for policy in ({"name": "sink", "budget": 64}, None):
+        engine, window = papers.engine_for(args, 1090, policy, 64)
+        assert engine.llm_arguments()["enable_prefix_caching"] is False
+        assert (window is None) == (policy is not None)
+
+
 def test_our_columns_stand_beside_the_papers() -> None:
     table = TABLES["cascade-9"]
     made = papers.with_ours(table, ["m, 256"], {(1, 0): "50.0"}, "How.")

@@ -59,6 +59,29 @@ def test_read_files_and_folders(tmp_path) -> None:
         texts.read(str(tmp_path / "empty.txt"))
 
 
+def test_texts_with_one_name_are_all_read(tmp_path) -> None:
+    sources = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for file, text in (("test.txt", f"of {folder}"), ("other.txt", f"other {folder}")):
+            (tmp_path / folder / file).write_text(text)
+        sources.append(str(tmp_path / folder / "test.txt"))
+    found = texts.read_all(sources)
+    assert list(found.values()) == ["of a", "of b"]
+    assert list(found) == ["test", f"test ({sources[1]})"], "the second is named by its source"
+    assert len(texts.read_all([str(tmp_path / "a"), str(tmp_path / "b")])) == 4
+    assert texts.read_all(sources[:1] * 2) == {"test": "of a"}, "a source twice is one"
+
+    class Characters:
+        bos_token_id = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [*map(ord, text)]}
+
+    streams = texts.load(sources, Characters())
+    assert ["".join(map(chr, stream.token_ids)) for stream in streams] == ["of a", "of b"]
+
+
 def test_hub_options_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

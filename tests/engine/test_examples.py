@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example runs: as a process of its own, the clients against one server of a small model."""
 
+import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -138,6 +142,56 @@ def test_restart(text: Path, tmp_path: Path) -> None:
     assert "killed" in shown
 
 
+def restart() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("restart", EXAMPLES / "restart.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_restart_that_fails_says_so(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server is dead by then: there is no process group left to end."""
+    module, started = restart(), []
+
+    def start(*_: object) -> subprocess.Popen[bytes]:
+        if started:
+            raise SystemExit("the server did not start")
+        started.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+        return started[0]
+
+    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "turn", lambda client, history, new: [*history, *new])
+    monkeypatch.setattr(module, "SETTLE", 0)
+    monkeypatch.setattr(sys, "argv", ["restart.py", str(MODEL), str(text)])
+    with pytest.raises(SystemExit, match="the server did not start"):
+        module.main()
+    assert started[0].poll() is not None
+
+
+def test_an_interrupted_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in a session of its own, where Ctrl-C does not reach it."""
+    module, started = restart(), []
+
+    def sleeping(*_: object, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "100"], **options))
+        return started[0]
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=sleeping))
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        module.start("none", free_port(), [])
+    try:
+        assert started[0].poll() == -signal.SIGKILL
+    finally:
+        started[0].kill()
+
+
 def test_the_dashboard_names_metrics_of_the_server(server: Server) -> None:
     server.complete([1, 2, 3], 2)
     exported = set(re.findall(r"^(\w+(?::\w+)*){", server.get("/metrics"), re.MULTILINE))
@@ -150,6 +204,14 @@ def test_the_dashboard_names_metrics_of_the_server(server: Server) -> None:
     assert named <= exported
     ours = set(re.findall(r"^(vllm:kv_policy_\w+){", server.get("/metrics"), re.MULTILINE))
     assert {name for name in ours if not name.endswith("_created")} <= named
+
+
+def test_alerts_join_what_one_server_says() -> None:
+    """Every server calls its first engine 0: without the instance, another one's number matches."""
+    rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
+    joins = [join for rule in rules for join in re.findall(r"\band\b(.{0,30})", rule["expr"])]
+    assert len(joins) == 3
+    assert all(join.startswith(" on (instance, engine) ") for join in joins)
 
 
 def test_probes_of_the_manifest_are_answered(server: Server) -> None:
