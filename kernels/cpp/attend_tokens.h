@@ -34,9 +34,10 @@ struct Mass {
 struct Shape {
   int64_t queries, width, slots, padded, blocks;
   bool prefetch;
-  int64_t mass_floats() const { return round_up(queries * (padded + blocks + 3), 16); }
+  int64_t mass_floats() const { return round_up(queries * (padded + blocks + 3) + W, 16); }
   Mass mass(float* at) const {
-    float* relative = at + queries * padded;
+    // A unit smaller than a register is loaded with up to W numbers behind it, which are not used.
+    float* relative = at + queries * padded + W;
     float* rest = relative + queries * blocks;
     return {at, relative, rest, rest + queries, rest + 2 * queries, padded, blocks};
   }

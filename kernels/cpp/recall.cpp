@@ -7,6 +7,7 @@
 // exchange between lanes.
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "candidates.h"
 
@@ -223,19 +224,21 @@ void over_heads(const Judge& judge, const float* asked, int64_t n, int64_t set, 
 void choose_units(const Judge& judge, int64_t set, const int64_t* listed, float* most,
                   int64_t* chosen) {
   const int64_t n = judge.judged(), num = judge.asking.num_chosen;
-  std::vector<int64_t> more;
+  std::vector<std::pair<int64_t, float>> all;  // units and their worth
   choose(most, n, num, chosen);
   for (int64_t i = num - 1; i >= 0; i--) {  // last first, so that no worth is handed on twice
     const int64_t at = chosen[i], next = listed[at] + 1;
     if (next == judge.num_units() || !judge.goes_on(set, listed[at])) continue;
     const float worth = NEXT * most[at];
     if (at + 1 < n && listed[at + 1] == next) most[at + 1] = std::max(most[at + 1], worth);
-    else most[n + more.size()] = worth, more.push_back(next);
+    else all.emplace_back(next, worth);
   }
-  choose(most, n + more.size(), num, chosen);
-  for (int64_t i = 0; i < num; i++)
-    chosen[i] = chosen[i] < n ? listed[chosen[i]] : more[chosen[i] - n];
+  for (int64_t i = 0; i < n; i++) all.emplace_back(listed[i], most[i]);
+  std::sort(all.begin(), all.end());  // of units with equal worth, the first one is chosen
+  for (size_t i = 0; i < all.size(); i++) most[i] = all[i].second;
+  choose(most, all.size(), num, chosen);
   std::sort(chosen, chosen + num);
+  for (int64_t i = 0; i < num; i++) chosen[i] = all[chosen[i]].first;
 }
 
 template <class T>

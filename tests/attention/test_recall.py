@@ -528,6 +528,27 @@ def test_text_that_goes_on(continued: list[int], expected: list[int], candidates
     assert slow.tolist() == fast.tolist() == expected
 
 
+@pytest.mark.parametrize("candidates", [40, 8])
+def test_of_units_with_equal_worth_the_first_is_chosen(candidates: int) -> None:
+    """The last query looks up unit 5, which counts eight times, so unit 6, which continues it, is
+    worth as much as unit 30, which one other query looks up. Of 8 candidates, 6 is none."""
+    layer, log = layer_of(1, 8), Log(shape_of(2, 40, num_kv_heads=1, num_sets=1, head_size=8))
+    keys, new = torch.zeros(1, 40, 2, 8), NewTokens(*(torch.zeros(2, 1, 8),) * 4)
+    new.query[0, 0, 0] = new.query[1, 0, 1] = 1.0
+    keys[0, 30, :, 0] = keys[0, 5, :, 1] = 22.0 / layer.scale  # a probability of 1 in fp32
+    keys[0, 20:26, :, :2] = 2.0 / layer.scale
+    tokens = torch.arange(40) * 3
+    tokens[6] = tokens[5] + 2
+    write(log.grow(40), 1, keys, tokens)
+    part, plain = log.part(0, 40), new.query * layer.scale
+    path, places = path_of(layer, 2, 1), np.zeros(1, dtype=np.int64)
+    sinks = evidence.to_sinks(layer, new.query, sinks_of(path, layer, 0))
+    with patch.object(evidence, "CANDIDATES", candidates):
+        (slow,) = evidence.choose(layer, 1, part, plain, sinks, 2)
+        fast = choose(path, part, 2, row_addresses(new), np.arange(2), np.zeros(2, int), PAGES, 0)
+    assert slow.tolist() == fast[0][0].tolist() == [5, 6]
+
+
 def test_any_head_of_a_set_may_select() -> None:
     found = torch.rand(2, 3, 5)
     (shared,) = evidence.over_heads(layer_of(2, 8), found)
