@@ -541,7 +541,7 @@ def test_of_units_with_equal_worth_the_first_is_chosen(candidates: int) -> None:
     tokens[6] = tokens[5] + 2
     write(log.grow(40), 1, keys, tokens)
     part, plain = log.part(0, 40), new.query * layer.scale
-    path, places = path_of(layer, 2, 1), np.zeros(1, dtype=np.int64)
+    path = path_of(layer, 2, 1)
     sinks = evidence.to_sinks(layer, new.query, sinks_of(path, layer, 0))
     with patch.object(evidence, "CANDIDATES", candidates):
         (slow,) = evidence.choose(layer, 1, part, plain, sinks, 2)

@@ -18,7 +18,7 @@ class EveryDraft(Drafts):
         super().__init__(len(firsts), most)
         self._firsts = np.asarray(firsts)
 
-    def drafting(self, names: Sequence[str | None]) -> list[int]:
+    def drafting(self, names: Sequence[str | None], ends: np.ndarray) -> list[int]:
         return list(range(len(self._firsts)))
 
     def saves(

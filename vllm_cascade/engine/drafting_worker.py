@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any
 
+from vllm.config import ModelConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.cache.kinds import DraftingLayers
@@ -31,7 +32,7 @@ class DraftingWorker(KVPolicyWorker):
     def _drafting(self) -> DraftingLayers:
         if self._drafter is None:
             return DraftingLayers()
-        model = self.speculative_config.draft_model_config.hf_text_config
+        model = self._draft_config().hf_text_config
         last = getattr(model, "max_position_embeddings", None)
         most = ModelDrafts.saved(most_drafts(self.vllm_config))
         return DraftingLayers(self._drafter.layer_names, most, last)
@@ -42,7 +43,12 @@ class DraftingWorker(KVPolicyWorker):
             return models
         layers = self._all_layers()
         own = {name: layers[name] for name in layers if name in drafter.layer_names}
-        return [*models, Loaded(drafter.model, self.speculative_config.draft_model_config, own)]
+        return [*models, Loaded(drafter.model, self._draft_config(), own)]
+
+    def _draft_config(self) -> ModelConfig:
+        drafts = self.vllm_config.speculative_config
+        assert drafts is not None, "there is a drafter"
+        return drafts.draft_model_config
 
     def _keep_drafts(self) -> None:
         super()._keep_drafts()

@@ -142,8 +142,8 @@ class BoundedProposer(BoundedDrafter, _Base):
             metadata, self.vllm_config, num_tokens=padded, cudagraph_runtime_mode=mode
         ):
             out: Any = self.model(**inputs, positions=self._unread_positions(padded))
-        last, hidden = out if self.model_returns_tuple() else (out, out)
-        return last[:num], hidden[:num]
+        last, states = out if self.model_returns_tuple() else (out, out)
+        return last[:num], states[:num]
 
     def _in_buffers(
         self, inputs: dict[str, torch.Tensor | None], padded: int

@@ -21,11 +21,15 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_cascade.engine.drafter import BoundedDrafter, Pictures, States, TargetStep
 
-_Base = EagleSpeculator if TYPE_CHECKING else object
+_Base = DraftModelSpeculator if TYPE_CHECKING else object
 
 
 class BoundedSpeculator(BoundedDrafter, _Base):
     """Mixin for vLLM's speculators that run a model."""
+
+    current_draft_step: torch.Tensor
+    _joins = False
+    """Whether hidden states are those of several layers (EAGLE-3)."""
 
     @property
     def layer_names(self) -> set[str]:
