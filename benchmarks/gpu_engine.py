@@ -62,6 +62,8 @@ CONTEXTS = (2048, 8192, 32768)
 ALONE = (130_000,)  # with the tokens to come, within Llama's positions
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 NGRAM |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ITSELF = {"method": "draft_model", "num_speculative_tokens": 3}
+"""The model that is compared is its own draft model."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,22 @@ class Compared:
         kind: key of ``KINDS``.
         policy: key of ``POLICIES``.
         family: a model family of ``tests/oracle``; empty for a tiny Llama.
+        runner: ``V1``, or vLLM's default.
         engine: further engine arguments.
     """
 
     kind: str
     policy: str = "cascade"
     family: str = ""
+    runner: str = ""
     engine: Row = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         parts = [self.family or self.policy, self.engine.get("kv_cache_dtype", "")]
+        if self.engine.get("speculative_config") == ITSELF:
+            parts.append("drafting for itself")
+        parts.append(self.runner)
         return " ".join(part for part in parts if part)
 
 
@@ -97,6 +104,8 @@ COMPARED = (
     Compared("recurrent", family="granite4"),
     Compared("drafts", engine={"speculative_config": NGRAM}),
     Compared("drafts", "sink with recall", engine={"speculative_config": NGRAM}),
+    Compared("drafts", engine={"speculative_config": ITSELF}),
+    Compared("drafts", runner="V1", engine={"speculative_config": ITSELF}),
     Compared("8 bits", "cascade per KV head", engine={"kv_cache_dtype": "int8_per_token_head"}),
     Compared("8 bits", "cascade in units", engine={"kv_cache_dtype": "fp8"}),
     Compared("8 bits", "sink with recall", engine={"kv_cache_dtype": "fp8_per_token_head"}),
@@ -158,7 +167,7 @@ def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -
         job = {"kind": one.kind, "policy": POLICIES[one.policy], "label": one.label}
         if one.family:
             job["family"] = one.family
-        found.append(job | {"engine": one.engine})
+        found.append(job | {"engine": one.engine, "runner": one.runner})
     for model in ["tiny"] if tiny else models:
         for name in policies if "speed" in kinds else []:
             job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
@@ -174,6 +183,8 @@ def run_job(job: Row) -> list[Row]:
         os.dup2(log.fileno(), 2)
     signal.setitimer(signal.ITIMER_REAL, job.pop("limit"))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
+    if job.pop("runner", "") == "V1":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     begin, name, engine = time.monotonic(), job.pop("kind"), job.pop("engine")
     if name in ORACLE:
         # vLLM's kernels for experts multiply fp32 in TF32, whose rounding would decide which tokens

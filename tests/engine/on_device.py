@@ -86,7 +86,10 @@ def alike(errors: list[Any], without: list[Any]) -> bool:
 
 
 def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> list[Row]:
-    """Generate greedily with three requests at once; ask the oracle about every token."""
+    """Generate greedily with three requests at once; ask the oracle about every token.
+
+    A draft model without a path is the model itself, whose drafts are all right.
+    """
     import numpy as np
     from vllm import LLM, SamplingParams
 
@@ -107,6 +110,9 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
     late, cache_dtype = LateKernels(), engine.get("kv_cache_dtype", "auto")
     with tempfile.TemporaryDirectory() as folder:
         path = write_llama(folder, head_dim=64, tokenizer_from=MODEL)
+        drafting = dict(engine.get("speculative_config", {}))
+        if itself := drafting.get("method") == "draft_model":
+            engine["speculative_config"] = {**drafting, "model": str(path)}
         llm = LLM(
             str(path),
             dtype="float32",
@@ -163,7 +169,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
 
         config = llm.llm_engine.vllm_config
         first = ask([0, 1, 2, 3])
-        predicted = "speculative_config" in engine and config.use_v2_model_runner
+        predicted = drafting.get("method") == "ngram" and config.use_v2_model_runner
         if predicted:
             often_right(texts)
         reused = ask([2])
@@ -172,6 +178,8 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
     right = alike(errors, without) and counters["evicted_tokens"] > 0 and not late.names()
     right = right and (drafts > 0) == ("speculative_config" in engine)
     right = right and (accepted > 0 or not predicted)
+    # Rounding may let the draft model prefer another token, now and then.
+    right = right and (accepted > 0.9 * drafts or not itself)
     found = {
         "equal": right and first == 0 and reused > 0,
         "max_error": max(float(error.max()) for error in errors),

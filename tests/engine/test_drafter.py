@@ -196,3 +196,22 @@ def test_all_tensors_are_on_the_model_s_device(shifts: bool, prompts: bool) -> N
         host = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
         assert {one.device.type for one in host} == {"cpu"}
         assert len(tokens) == common.num_actual_tokens == int(common.query_start_loc_cpu[-1])
+
+
+def test_pictures_reach_the_model_as_embeddings() -> None:
+    drafter, given = Drafter(torch.device("cpu"), shifts=True), {}
+    tokens, part_of = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([False, True])
+    assert drafter.inputs_of(tokens, False, None) == {"input_ids": tokens, "inputs_embeds": None}
+
+    def embed_input_ids(ids: torch.Tensor, **kwargs: Any) -> str:
+        given.update(kwargs, ids=ids)
+        return "embeddings"
+
+    drafter.model = SimpleNamespace(embed_input_ids=embed_input_ids)
+    for pictures in (None, (["picture"], part_of)):
+        found = drafter.inputs_of(tokens, True, pictures)
+        assert found == {"input_ids": None, "inputs_embeds": "embeddings"}
+        embeds, where = pictures or (None, None)
+        assert given == {
+            "ids": tokens, "multimodal_embeddings": embeds, "is_multimodal": where
+        }  # fmt: skip
