@@ -186,13 +186,12 @@ def _keep(additional_config: dict[str, Any], raw: Given, config: VllmConfig) -> 
     Args:
         additional_config: what ``raw`` was read from; changed in place.
     """
-    policy = policy_of(config.additional_config)
-    assert policy is not None
+    policy, resolved = policy_of(config.additional_config), config.additional_config
+    assert policy is not None and isinstance(resolved, dict)
     kept = copy(raw)  # with the names of its keys
     if "preset" not in raw:  # a preset's recall has no default
         kept.setdefault("recall", policy.recall)
-    if policy.recall:
-        kept.setdefault("recall_memory", policy.recall_memory)
+    kept.measured = resolved[CONFIG_KEY].measured
     for key in ARGUMENTS:
         additional_config.pop(key, None)
     additional_config[CONFIG_KEY] = kept

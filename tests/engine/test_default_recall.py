@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine recalls units unless told otherwise, and says why where it does not."""
 
+import pickle
+from copy import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
+from tests.engine.test_metrics import metrics
 from vllm_cascade.engine import configure, recall_memory
 from vllm_cascade.engine.devices import CUDA, DEVICES
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import DEFAULT_RECALL, RECALL_UNIT, KVPolicyError
 
 
-def resolved(settings: dict[str, Any]) -> dict[str, Any]:
+def created(settings: dict[str, Any]) -> VllmConfig:
     arguments = EngineArgs(
         model=str(MODEL), block_size=32, additional_config={"kv_policy": settings}
     )
-    config = arguments.create_engine_config()
-    assert isinstance(config.additional_config, dict)
-    return config.additional_config["kv_policy"]
+    return arguments.create_engine_config()
+
+
+def resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    policy = policy_of(created(settings).additional_config)
+    assert policy is not None
+    return policy.model_dump()
 
 
 @pytest.fixture
@@ -83,6 +95,67 @@ def test_a_host_without_the_memory(
     assert "requests that fill it would run out of memory" in warnings.text
 
 
+def bound_of(config: VllmConfig) -> float | None:
+    """``recall_memory`` in GiB."""
+    policy = policy_of(config.additional_config)
+    assert policy is not None
+    return policy.recall_memory
+
+
+@pytest.mark.parametrize("given", [None, 0.01])
+def test_free_memory_is_no_part_of_the_key_of_compiled_models(
+    given: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every start would compile the model again. What is given stays a setting like others."""
+    found = []
+    for available in (0.05, 0.06):
+        monkeypatch.setattr(recall_memory, "available_bytes", lambda a=available: int(a * 2**30))
+        config = created({"name": "sink", "recall_memory": given})
+        sent = pickle.loads(pickle.dumps(config))
+        for other in (sent, copy(config), replace(config)):  # processes, vLLM's own copies
+            assert bound_of(other) == bound_of(config)
+        assert config.compute_hash() == sent.compute_hash()
+        found.append((config.compute_hash(), bound_of(config)))
+    (first, bound), (second, later) = found
+    assert first == second
+    assert (bound == later) is (given is not None)
+    assert (created({"name": "sink"}).compute_hash() == first) is (given is None)
+
+
+@pytest.mark.parametrize(
+    ("window", "disabled", "all_recall"),
+    [(512, False, False), (512, True, True), (2048, False, True)],
+    ids=["windows", "disabled", "longer than the model's positions"],
+)
+def test_the_default_has_room_for_all_layers_that_recall(
+    window: int, disabled: bool, all_recall: bool, tmp_path: Path
+) -> None:
+    """Windows that never mask a token are none (``cache/kinds.py``)."""
+    found = []
+    for kind in ("sliding_attention", "full_attention"):
+        layers = {"layer_types": [kind, "full_attention"] * 20, "num_hidden_layers": 40}
+        model = AutoConfig.for_model(
+            "gemma3_text",
+            **layers,
+            architectures=["Gemma3ForCausalLM"],
+            sliding_window=window,
+            max_position_embeddings=1024,
+        )
+        model.save_pretrained(tmp_path)
+        arguments = EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            max_model_len=500,
+            max_num_seqs=1,
+            disable_sliding_window=disabled,
+            additional_config={"kv_policy": {"name": "sink", "budget": 16, "prefill_stride": 16}},
+        )
+        found.append(bound_of(arguments.create_engine_config()))
+    mixed, whole = found
+    assert mixed is not None and whole is not None
+    assert (mixed == whole) is all_recall and mixed <= whole
+
+
 def test_errors_are_about_what_the_user_wrote() -> None:
     with pytest.raises(KVPolicyError, match="but the model has 1024; set it to at most 764"):
         resolved({"name": "sink", "budget": 4096})
@@ -95,6 +168,10 @@ def test_an_engine_recalls(engine_pool: EnginePool, book_tokens: list[int]) -> N
     llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0), use_tqdm=False)
     (counters,) = llm.collective_rpc("kv_policy_counters")
     assert counters["recalled_units"] > 0 and counters["evicted_tokens"] > 0
+    (worker,) = llm.collective_rpc(lambda worker: bound_of(worker.vllm_config))
+    assert worker is not None and worker == bound_of(llm.llm_engine.vllm_config)
+    limit = metrics(llm)["recall_memory_limit_bytes"]  # the scheduler's, in whole chunks
+    assert limit == pytest.approx(worker * 2**30, rel=0.02)
 
 
 def test_cuda_has_to_be_asked(

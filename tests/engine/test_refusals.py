@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -21,7 +22,7 @@ from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import CUDA, DEVICES, WITHOUT_CPU_KERNEL, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
-from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.registry import policy_of, resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
 LLAMA = {
@@ -76,6 +77,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
             }
         },
         "--kv-transfer-config",
+    ),
+    "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+    "vLLM's own prefix caching": (
+        {"prefix_cache_retention_interval": 256},
+        "--prefix-cache-retention-interval",
     ),
     "quantised KV cache": (
         {"kv_cache_dtype": "int4_per_token_head"},
@@ -377,6 +383,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(cache_config=SimpleNamespace(use_replayssm=True)),
         "--use-replayssm",
     ),
+    "encoder only": (
+        SimpleNamespace(is_mm_encoder_only=True),
+        "--mm-encoder-only, or ec_role ec_producer",
+    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
@@ -428,7 +438,7 @@ def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
 
 
 def test_the_list_is_complete() -> None:
-    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA)
+    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA)
     tested = set(SETTINGS) | set(MODELS) | set(FAKED) | on_cuda | ENVIRONMENT
     assert tested == {entry.name for device in DEVICES.values() for entry in device.refusals}
 
@@ -440,7 +450,7 @@ def refusal_of(name: str, device: str = "cpu") -> Refusal:
 
 def test_the_device_of_another_platform_is_not_asked() -> None:
     elsewhere = {entry.name for entry in DEVICES["cuda"].own_refusals}
-    assert elsewhere == set(ON_CUDA) | set(RECALL_ON_CUDA)
+    assert elsewhere == set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA)
     assert not elsewhere & {entry.name for entry in DEVICES["cpu"].refusals}
 
 
@@ -671,6 +681,60 @@ def test_recall_on_cuda_needs_nothing_else() -> None:
         assert not refusal_of(name, "cuda").applies(config, policy), name
 
 
+VARIABLES_ON_CUDA: dict[str, tuple[str, dict[str, Any], str]] = {
+    # variable, settings that it is refused with, message
+    "batch invariance on CUDA": ("VLLM_BATCH_INVARIANT", {}, "unset it, or use --kv-policy full"),
+    "start plans on CUDA": ("VLLM_ENABLE_STARTUP_PLAN", {"recall": 8}, "set recall_memory"),
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES_ON_CUDA)
+def test_refused_variable_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable, settings, message = VARIABLES_ON_CUDA[name]
+    refusal, policy = refusal_of(name, "cuda"), resolve({"name": "sink", **settings})
+    config = SimpleNamespace()
+    assert message in refusal.message and variable in refusal.message
+    assert not refusal.applies(config, policy)
+    monkeypatch.setenv(variable, "1")
+    assert refusal.applies(config, policy)
+
+
+def test_start_plans_know_the_memory_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of what vLLM finds a plan by; a policy without recall has none."""
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    refusal = refusal_of("start plans on CUDA", "cuda")
+    given = {"name": "sink", "recall": 8, "recall_memory": 4}
+    assert not refusal.applies(SimpleNamespace(), resolve(given))
+    assert not refusal.applies(SimpleNamespace(), resolve({"name": "sink"}))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"mamba_cache_mode": "align"},
+        {"mamba_block_size": 64},
+        {"enable_mamba_shared_prefix_checkpoint": True},
+        {"prefix_match_unit": 32},
+        None,
+    ],
+    ids=repr,
+)
+def test_settings_of_vllms_own_prefix_caching(
+    argument: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """In models with recurrent layers vLLM fills some of them in; those are no error."""
+    model = AutoConfig.for_model("lfm2", architectures=["Lfm2ForCausalLM"], num_hidden_layers=4)
+    model.layer_types = ["conv", "full_attention", "conv", "conv"]
+    model.save_pretrained(tmp_path)
+    asked = {"dtype": "float32", "max_model_len": 1024, "enable_prefix_caching": True}
+    if argument is None:
+        config = create(tmp_path, **asked)
+        assert config.cache_config.mamba_cache_mode == "none"
+        return
+    with pytest.raises(KVPolicyError, match=f"{next(iter(argument)).replace('_', '-')}.* remove"):
+        create(tmp_path, **asked, **argument)
+
+
 @pytest.mark.parametrize("sizes", [{"block_size": 32}, {}])
 def test_a_unit_may_be_a_page(sizes: dict[str, int]) -> None:
     """Also where vLLM chooses the page's size."""
@@ -839,7 +903,9 @@ def test_recall_counts_a_checkpoints_own_cache_type(tmp_path: Path) -> None:
     found = {}
     for cache_dtype in ("auto", "fp8", "bfloat16"):
         config = create_with_scheme(tmp_path, policy, kv_cache_dtype=cache_dtype)
-        found[cache_dtype] = config.additional_config["kv_policy"]["recall_memory"]
+        resolved = policy_of(config.additional_config)
+        assert resolved is not None
+        found[cache_dtype] = resolved.recall_memory
     assert found["auto"] == found["fp8"] < found["bfloat16"]
 
 

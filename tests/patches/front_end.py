@@ -10,9 +10,9 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 
-def configured(args: argparse.Namespace) -> tuple[Any, str, int]:
-    """The policy, the worker and the longest stream of parsed arguments."""
+def configured(args: argparse.Namespace) -> tuple[Any, str, int, str]:
+    """The settings, the worker, the longest stream and vLLM's hash of parsed arguments."""
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    assert isinstance(config.additional_config, dict)
-    policy = config.additional_config.get("kv_policy")
-    return policy, config.parallel_config.worker_cls, config.model_config.max_model_len
+    settings = config.additional_config
+    worker, longest = config.parallel_config.worker_cls, config.model_config.max_model_len
+    return settings, worker, longest, config.compute_hash()

@@ -109,11 +109,13 @@ def test_spawned_servers_have_the_policy() -> None:
     config = AsyncEngineArgs.from_cli_args(shared).create_engine_config()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as spawned:
         found = [*spawned.map(front_end.configured, [shared, supervised])]
+        engine = spawned.submit(vars, config).result()  # as an engine's process gets it
     (policy, *others), (own, *_) = found
-    assert isinstance(config.additional_config, dict)
-    assert policy == config.additional_config["kv_policy"] and policy["recall_memory"] > 0
-    assert {**own, "recall_memory": policy["recall_memory"]} == policy
-    assert found[1][1:] == tuple(others) == (config.parallel_config.worker_cls, 20_000)
+    assert policy_of(policy) == policy_of(config.additional_config)
+    assert policy_of(engine["additional_config"]) == policy_of(config.additional_config)
+    assert policy == own == config.additional_config
+    expected = config.parallel_config.worker_cls, 20_000, config.compute_hash()
+    assert found[1][1:] == tuple(others) == expected
 
 
 @pytest.mark.parametrize("first", ["much", "little"])
@@ -130,11 +132,11 @@ def test_another_configuration_is_the_same(
     for available in (64 << 30, 1 << 10) if first == "much" else (1 << 10, 64 << 30):
         monkeypatch.setattr(recall_memory, "available_bytes", lambda most=available: most)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-        assert isinstance(config.additional_config, dict)
-        policies.append(config.additional_config["kv_policy"])
+        policies.append(policy_of(config.additional_config))
         assert (SessionSettings.of(config.additional_config) is not None) is in_config
     assert policies[0] == policies[1]
-    assert (policies[0]["recall"] > 0) is (first == "much")
+    assert (policies[0].recall > 0) is (policies[0].recall_memory is not None)
+    assert (policies[0].recall > 0) is (first == "much")
 
 
 def test_a_server_that_renders_only() -> None:

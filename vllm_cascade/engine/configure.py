@@ -15,10 +15,12 @@ from vllm_cascade.models.architectures import learns_positions
 from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
-from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
+from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.step.drafts import most_drafts
 
+MEASURED = "recall_memory"
+"""The setting whose default depends on the host's free memory."""
 Positions = tuple[int | None, int | None]
 """Positions of the model, and those that defaults stay within; None: unbounded."""
 
@@ -63,15 +65,24 @@ def apply_policy(
     if config.model_config.is_hybrid:
         # One state per request, updated in place; snapshots hold copies (``cache/states.py``).
         cache.mamba_cache_mode = "none"
+        cache.mamba_block_size = config.model_config.max_model_len  # as in vLLM
     assert isinstance(config.additional_config, dict), "the policy was read from it"
     others = {k: v for k, v in config.additional_config.items() if k not in ARGUMENTS}
-    resolved = {"name": policy.name, **policy.model_dump()}
-    config.additional_config = {**others, CONFIG_KEY: resolved}
+    config.additional_config = {**others, CONFIG_KEY: _resolved(policy, raw)}
     kind = "Async" if config.scheduler_config.async_scheduling else ""
     config.scheduler_config.scheduler_cls = f"vllm_cascade.engine.scheduler.{kind}KVPolicyScheduler"
     config.parallel_config.worker_cls = device.worker
     device.configure(config, policy)
     _log(policy, raw, config, positions[0])
+
+
+def _resolved(policy: Policy, raw: dict[str, Any]) -> Given:
+    """All settings of a policy, as every process of the engine reads them."""
+    settings = Given({"name": policy.name, **policy.model_dump()})
+    if raw.get(MEASURED) is None:
+        settings.measured = {MEASURED: settings[MEASURED]}
+        settings[MEASURED] = None
+    return settings
 
 
 def _is_fp8_by_default(config: VllmConfig) -> bool:
@@ -158,6 +169,8 @@ def _checked(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> P
         block_size=config.cache_config.block_size,
     )
     check(config, policy, this_device().refusals)
+    if isinstance(raw, Given):  # of an engine's other processes, which are configured later
+        policy = policy.model_copy(update=dict(raw.measured))
     return with_defaults(policy, config)
 
 

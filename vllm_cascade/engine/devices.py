@@ -4,6 +4,7 @@
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -97,12 +98,15 @@ class Device:
         return {}
 
     def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
-        """Restore what vLLM changed for kernels of its own that ours replace.
+        """Restore what vLLM changed for kernels and prefix caching of its own that ours replace.
 
         Args:
             config: changed in place; called before all checks.
             arguments: what the user asked for, with vLLM's defaults.
         """
+        if config.model_config.is_hybrid:
+            config.cache_config.mamba_cache_mode = arguments.mamba_cache_mode or "none"
+            config.cache_config.mamba_block_size = arguments.mamba_block_size
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:
         """Change ``config`` further; called once, after all checks have passed."""
@@ -157,6 +161,7 @@ class CPU(Device):
         return current_platform.is_cpu()
 
     def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
+        super().restore(config, arguments)
         if not config.model_config.use_mla:
             return
         # vLLM has set the defaults of what was None.
@@ -195,6 +200,22 @@ class CUDA(Device):
             "--attention-backend, and mla_prefill_backend and backend_per_kind of "
             "--attention-config, cannot be combined with --kv-policy, which brings its own "
             "backend; remove one of the two",
+        ),
+        Refusal(
+            "batch invariance on CUDA",
+            lambda *_: envs.VLLM_BATCH_INVARIANT,
+            "VLLM_BATCH_INVARIANT=1 cannot be combined with --kv-policy on CUDA: the fewer "
+            "requests decode, the more parts their cached tokens are attended in, and sums are "
+            "rounded differently; unset it, or use --kv-policy full",
+        ),
+        Refusal(
+            "start plans on CUDA",
+            lambda _, policy: (
+                policy.recall > 0 and policy.recall_memory is None and envs.VLLM_ENABLE_STARTUP_PLAN
+            ),
+            "VLLM_ENABLE_STARTUP_PLAN=1 repeats the size that the cache had at an earlier start, "
+            "and the default of recall_memory, which depends on the host's free memory, also "
+            "decides about the device's; set recall_memory, or unset the variable",
         ),
         Refusal(
             "cache type on CUDA",

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 
 import psutil
 import torch
+from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
@@ -36,6 +37,13 @@ LIMITS = (
 )
 """Of control groups in both versions: the limit, what is used, and which part of that is a cache of
 files, which the kernel gives up for a process that asks for memory."""
+
+UNLIMITED = "full_attention", "attention"
+LIMITS_OF_KINDS = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+"""Where a model's configuration has the tokens that layers of a kind attend to."""
 
 
 def available_bytes() -> int:
@@ -102,6 +110,16 @@ def _shape(
     )
 
 
+def _sees_all(text: PretrainedConfig, kind: str) -> bool:
+    """Whether layers of a kind with windows or chunks run under the engine's policy.
+
+    So they do with ``--disable-sliding-window``, and where no stream is longer than a window.
+    """
+    limit = getattr(text, LIMITS_OF_KINDS.get(kind, ""), 0)
+    last = getattr(text, "max_position_embeddings", None)
+    return limit is None or (isinstance(limit, int) and last is not None and limit >= last)
+
+
 def _shape_of_config(config: VllmConfig, policy: Policy) -> tuple[UnitShape, bool]:
     """Shape of a rank's units in all layers, before the model exists.
 
@@ -112,7 +130,7 @@ def _shape_of_config(config: VllmConfig, policy: Policy) -> tuple[UnitShape, boo
     model, parallel = config.model_config, config.parallel_config
     text, dtype = model.hf_text_config, config.cache_config.cache_dtype
     kinds = getattr(text, "layer_types", None) or ()
-    whole = sum(kind in ("full_attention", "attention") for kind in kinds)
+    whole = sum(kind in UNLIMITED or _sees_all(text, kind) for kind in kinds)
     heads = model.get_num_kv_heads(parallel)
     other = getattr(text, "num_global_key_value_heads", None) or 0
     size = max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0)

@@ -98,6 +98,19 @@ def _no_movable_positions(config: VllmConfig) -> bool:
     )
 
 
+def _sets_own_prefix_caching(config: VllmConfig) -> bool:
+    """Whether a setting is given of what a policy's snapshots replace."""
+    cache = config.cache_config
+    if cache.prefix_cache_retention_interval != 0:
+        return True
+    return config.model_config.is_hybrid and (
+        cache.mamba_cache_mode != "none"
+        or cache.mamba_block_size is not None
+        or cache.enable_mamba_shared_prefix_checkpoint
+        or cache.prefix_match_unit is not None
+    )
+
+
 def _drafts(config: VllmConfig) -> bool:
     return config.speculative_config is not None
 
@@ -233,6 +246,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove --speculative-config",
     ),
     Refusal(
+        "KV offloading",
+        lambda config, _: config.cache_config.kv_offloading_size is not None,
+        "--kv-offloading-size cannot be combined with --kv-policy: pages change in place, so vLLM "
+        "cannot copy them as parts of a prefix; remove one of the two",
+    ),
+    Refusal(
         "KV connector",
         lambda config, _: config.kv_transfer_config is not None,
         "--kv-transfer-config cannot be combined with --kv-policy: pages change in place, so a "
@@ -354,6 +373,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV policies apply to text generation only; remove --kv-policy or use --runner generate",
     ),
     Refusal(
+        "encoder only",
+        lambda config, _: config.is_mm_encoder_only,
+        "an engine that runs the encoder only (--mm-encoder-only, or ec_role ec_producer in "
+        "--ec-transfer-config) caches no tokens; remove --kv-policy, and set it on the engine that "
+        "decodes",
+    ),
+    Refusal(
         "prefix LM",
         lambda config, _: config.model_config.is_mm_prefix_lm,
         "models whose image tokens attend in both directions are not supported: strides are "
@@ -382,6 +408,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: config.model_config.is_attention_free,
         "all layers of the model are recurrent (Mamba and others), so a policy has no tokens to "
         "evict; remove --kv-policy",
+    ),
+    Refusal(
+        "vLLM's own prefix caching",
+        lambda config, _: _sets_own_prefix_caching(config),
+        "--prefix-cache-retention-interval, and in models with recurrent layers "
+        "--mamba-cache-mode, --mamba-block-size, --enable-mamba-shared-prefix-checkpoint and "
+        "--prefix-match-unit, have no effect with --kv-policy, whose snapshots replace vLLM's "
+        "prefix caching; remove them",
     ),
     Refusal(
         "replayed states",

@@ -260,5 +260,6 @@ def policy_of(additional_config: Any) -> Policy | None:
     """The policy in an engine's resolved ``additional_config``; None for stock vLLM."""
     if not isinstance(additional_config, dict) or CONFIG_KEY not in additional_config:
         return None
-    settings = Given(additional_config[CONFIG_KEY])
-    return validated(settings, settings)
+    settings = additional_config[CONFIG_KEY]
+    given = settings if isinstance(settings, Given) else Given(settings)
+    return validated({**given, **given.measured}, given)

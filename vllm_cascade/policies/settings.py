@@ -67,10 +67,14 @@ class Given(dict[str, Any]):
     Attributes:
         names: the user's names of keys, such as ``--kv-budget`` for ``budget``.
         template: makes the name of any other key.
+        measured: values of settings that nobody gave and that depend on the machine's free memory.
+            They are no items: vLLM's key of compiled models is a hash of the items, and would
+            differ at every start.
     """
 
     names: Mapping[str, str] = {}
     template = "kv_policy.{}"
+    measured: Mapping[str, Any] = {}
 
     def name(self, key: str) -> str:
         return self.names.get(key) or self.template.format(key)
