@@ -48,9 +48,10 @@ class Stream:
 
 def check_and_update_config(original: Any) -> classmethod:
     def with_async_scheduling(cls: type, config: Any) -> None:
+        """Keep what vLLM has decided for any device."""
+        decided = config.scheduler_config.async_scheduling
         original(cls, config)
-        # As a GPU's default may be, also with drafts: engines that undo them turn it off.
-        config.scheduler_config.async_scheduling = True
+        config.scheduler_config.async_scheduling = decided
 
     return classmethod(with_async_scheduling)
 

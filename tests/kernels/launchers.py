@@ -277,6 +277,7 @@ class Layer:
             has_cells=shape.keep_logits,
             saves=lengths,
             saved=saved,
+            **self.rows,
         )
         undone = _meta(shape.batch, UNDONE_COLUMNS, dtype=i32)
         undo(undone=undone, table=self.table, **own, versions=versions, saved=saved)
