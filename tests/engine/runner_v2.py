@@ -177,7 +177,8 @@ def drafts(policy: dict[str, Any]) -> dict[str, Any]:
     prompts = [phrase * 6, [*range(30, 50), *phrase * 2], [7] * 5, list(range(60, 93))]
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
     params = SamplingParams(max_tokens=40, logprobs=0, temperature=0.0, ignore_eos=True)
-    found: dict[str, Any] = {"answers": [], "reused": [], "evicted": [], "runner": []}
+    names = "answers", "reused", "evicted", "runner", "async"
+    found: dict[str, Any] = {name: [] for name in names}
     found["warmed"] = warmed[0]
     with tempfile.TemporaryDirectory() as folder:
         for speculative in (None, config):
@@ -207,8 +208,9 @@ def drafts(policy: dict[str, Any]) -> dict[str, Any]:
             core.step_fn()  # in which workers hear of the last drafts
             (counters,) = llm.collective_rpc("kv_policy_counters")
             found["evicted"].append(counters["evicted_tokens"])
-            runner = llm.llm_engine.vllm_config.use_v2_model_runner
-            found["runner"].append("V2" if runner else "V1")
+            config = llm.llm_engine.vllm_config
+            found["runner"].append("V2" if config.use_v2_model_runner else "V1")
+            found["async"].append(config.scheduler_config.async_scheduling)
             metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
             for name in ("accepted", "draft"):
                 found[name] = metrics.get(f"vllm:spec_decode_num_{name}_tokens", 0)

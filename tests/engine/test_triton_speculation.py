@@ -250,6 +250,7 @@ def test_second_runner(policy: dict[str, Any]) -> None:
     """
     found = run(policy, "drafts")
     assert found["runner"] == ["V2", "V2"] and min(found["warmed"]) >= 5, found["warmed"]
+    assert found["async"] == [True, False], "drafts are undone before the next step"
     (texts, logprobs), (drafted, their) = found["answers"]
     assert drafted == texts
     for ours, expected in zip(their, logprobs, strict=True):
