@@ -171,7 +171,7 @@ def _wrap_create(original):
         with max_model_len.positions_are_bounded() as native:
             config = original(self, *args, **kwargs)
         this_device().restore(config, self)
-        apply_policy(config, raw, native.max_len, native.default)
+        apply_policy(config, raw, *native.of(config.speculative_config))
         _keep(self.additional_config, raw, config)
         return config
 

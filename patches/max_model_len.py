@@ -13,31 +13,35 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.config import SpeculativeConfig
 from vllm.config import model as vllm_model_config
 from vllm.transformers_utils.config import iter_rope_parameters
 
 
 @dataclass
 class NativeLength:
-    """The model's position range.
+    """The position ranges of a model and, after it, of a drafting model.
 
     Attributes:
-        max_len: tokens of the longest stream it allows; 0 until vLLM has checked the model. With a
-            drafting model, the smaller of both.
-        default: tokens of the longest stream without ``--max-model-len``. Fewer than ``max_len``
-            with LongRoPE, whose frequencies for short streams are the better ones.
+        ranges: of each, tokens of the longest stream that it allows, and tokens of the longest
+            stream without ``--max-model-len``. These are fewer with LongRoPE, whose frequencies for
+            short streams are the better ones.
     """
 
-    max_len: int = 0
-    default: int = 0
+    ranges: list[tuple[int, int]] = field(default_factory=list)
 
-    def note(self, longest: int, default: int) -> None:
-        """Lower the range to that of one more model."""
-        self.max_len = min(self.max_len or longest, longest)
-        self.default = min(self.default or default, default)
+    def of(self, drafts: SpeculativeConfig | None) -> tuple[int, int]:
+        """The range of an engine: the smaller one of both models.
+
+        An EAGLE head has the model's positions, whatever its checkpoint says: vLLM enlarges its
+        table of rotations.
+        """
+        shared = drafts is not None and drafts.method in ("eagle", "eagle3")
+        longest, default = zip(*self.ranges[: 1 if shared else None], strict=True)
+        return min(longest), min(default)
 
 
 _recording: ContextVar[NativeLength | None] = ContextVar("kv_policy_native_length", default=None)
@@ -79,7 +83,7 @@ def apply() -> None:
         if native is None:
             return original(max_model_len=max_model_len, **kwargs)
         own = original(max_model_len=None, **kwargs)
-        native.note(_longest(own, **kwargs), own)
+        native.ranges.append((_longest(own, **kwargs), own))
         return own if max_model_len in (None, -1) else max_model_len
 
     vllm_model_config._get_and_verify_max_len = _get_and_verify_max_len

@@ -304,6 +304,18 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(speculative_config=SimpleNamespace(kv_cache_dtype="fp8")),
         "remove it, and the drafting model's cache has the type of --kv-cache-dtype",
     ),
+    "drafts that quantise their cache": (
+        SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            speculative_config=SimpleNamespace(
+                method="eagle3",
+                draft_model_config=SimpleNamespace(
+                    hf_config=SimpleNamespace(quantization_config={"kv_cache_scheme": {"a": 8}})
+                ),
+            ),
+        ),
+        "set --kv-cache-dtype to fp8, or to the model's dtype",
+    ),
     "drafts of scores by text": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
         'set importance to "attention"',
@@ -835,6 +847,25 @@ def test_a_policy_fits_in_the_positions_of_both_models(tmp_path: Path) -> None:
     assert not made.scheduler_config.async_scheduling  # as vLLM decides for its CPU platform
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("positions", [256, 4096])
+def test_an_eagle_head_has_the_model_s_positions(
+    method: str, positions: int, tmp_path: Path
+) -> None:
+    """Heads for Llama 3.1 say 2,048. Nor does a head get a position for each token of a stream."""
+    config = json.loads((MODEL / "config.json").read_text())
+    kind = "LlamaForCausalLM" if method == "eagle" else "LlamaForCausalLMEagle3"
+    config |= {"architectures": [kind], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": positions})
+    )
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    made = create(MODEL, budget=512, speculative_config=drafts, max_model_len=100_000)
+    assert made.speculative_config.draft_model_config.hf_config.max_position_embeddings == 1024
+    with pytest.raises(KVPolicyError, match="1024"):
+        create(MODEL, budget=1024, speculative_config=drafts)
+
+
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:
     refusal = refusal_of("clusters over ranks")
     config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
@@ -1019,8 +1050,8 @@ def test_a_tokenizer_may_have_fewer_positions_than_longrope() -> None:
     model = SimpleNamespace(derived_max_model_len_and_key=(4096, ""))
     for tokenizer, longest in (({"model_max_length": 2048}, 2048), ({}, 4096), (None, 4096)):
         assert patch._longest(512, long, model, tokenizer) == longest
-        native.note(longest, 512)
-    assert (native.max_len, native.default) == (2048, 512)
+        native.ranges.append((longest, 512))
+    assert native.of(None) == (2048, 512)
 
 
 def test_a_full_attention_model_with_layer_types_is_accepted(tmp_path: Path) -> None:

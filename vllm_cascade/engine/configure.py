@@ -50,6 +50,7 @@ def apply_policy(
     positions = None, None
     if not config.model_config.uses_alibi:
         positions = native_max_len, default_max_len
+    _bound_drafting_positions(config, native_max_len)
     policy = _policy(raw, config, positions)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
     reasons = []
@@ -83,6 +84,20 @@ def _resolved(policy: Policy, raw: dict[str, Any]) -> Given:
         settings.measured = {MEASURED: settings[MEASURED]}
         settings[MEASURED] = None
     return settings
+
+
+def _bound_drafting_positions(config: VllmConfig, native_max_len: int) -> None:
+    """Give an EAGLE head the model's positions, of which vLLM has made ``--max-model-len``.
+
+    Its table of rotations would grow with streams, whose positions in the cache do not.
+    """
+    drafts = config.speculative_config
+    if drafts is None or drafts.method not in ("eagle", "eagle3"):
+        return
+    model = drafts.draft_model_config
+    for own in (model.hf_config, model.hf_text_config):
+        if getattr(own, "max_position_embeddings", 0) > native_max_len:
+            own.max_position_embeddings = native_max_len
 
 
 def _is_fp8_by_default(config: VllmConfig) -> bool:

@@ -121,6 +121,11 @@ def _several_mtp_layers(drafts: SpeculativeConfig) -> bool:
     return (getattr(drafts.draft_model_config.hf_config, "n_predict", None) or 1) > 1
 
 
+def _quantisation(model: ModelConfig) -> dict[str, Any]:
+    """What a checkpoint says of its quantisation."""
+    return getattr(model.hf_config, "quantization_config", None) or {}
+
+
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
     """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
@@ -204,6 +209,17 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "kv_cache_dtype in --speculative-config is not tested with --kv-policy; remove it, and the "
         "drafting model's cache has the type of --kv-cache-dtype",
+    ),
+    Refusal(
+        "drafts that quantise their cache",
+        lambda config, _: (
+            config.cache_config.cache_dtype == "auto"
+            and (drafts := config.speculative_config) is not None
+            and drafts.method in MODEL_DRAFTERS
+            and bool(_quantisation(drafts.draft_model_config).get("kv_cache_scheme"))
+        ),
+        "--speculative-config names a checkpoint with keys and values in FP8, beside a model that "
+        "caches its own type; set --kv-cache-dtype to fp8, or to the model's dtype",
     ),
     Refusal(
         "drafts of scores by text",
