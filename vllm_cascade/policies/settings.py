@@ -67,7 +67,7 @@ class Given(dict[str, Any]):
     Attributes:
         names: the user's names of keys, such as ``--kv-budget`` for ``budget``.
         template: makes the name of any other key.
-        measured: values of settings that nobody gave and that depend on the machine's free memory.
+        measured: values of settings that were not given and depend on the machine's free memory.
             They are no items: vLLM's key of compiled models is a hash of the items, and would
             differ at every start.
     """
