@@ -488,6 +488,7 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         model_config=SimpleNamespace(max_model_len=1000),
+        speculative_config=None,
         additional_config={},
     )
     worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))

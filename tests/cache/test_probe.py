@@ -204,8 +204,11 @@ def test_norms_of_a_drafting_model(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = CPUKVPolicyWorker.__new__(CPUKVPolicyWorker)
     worker.model_config = config
     worker.model_runner = SimpleNamespace(get_model=lambda: models["target"])
-    drafter = SimpleNamespace(model=models["drafting"], draft_model_config=config)
+    drafts = SimpleNamespace(draft_model_config=config, num_speculative_tokens=1)
+    worker.vllm_config = SimpleNamespace(speculative_config=drafts, num_speculative_tokens=1)
+    drafter = SimpleNamespace(model=models["drafting"], layer_names=set())
     monkeypatch.setattr(worker, "_drafter", drafter, raising=False)
+    monkeypatch.setattr(worker, "_all_layers", dict)
     for _ in range(2):  # again when weights change: drafting ones stay
         worker._move_key_weights()
         for model in models.values():

@@ -136,6 +136,7 @@ def test_layers_of_other_kinds(
     engine_pool.close()
 
 
+@pytest.mark.slow
 def test_snapshots_preemptions_and_aborts(engine_pool: EnginePool, llama: Path) -> None:
     """Requests that come and go, so that rows of a pass are empty; a second batch starts from
     snapshots, which hold the draft model's state, too."""
