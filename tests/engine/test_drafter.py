@@ -201,15 +201,18 @@ def test_all_tensors_are_on_the_model_s_device(shifts: bool, prompts: bool) -> N
 def test_pictures_reach_the_model_as_embeddings() -> None:
     drafter, given = Drafter(torch.device("cpu"), shifts=True), {}
     tokens, part_of = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([False, True])
-    assert drafter.inputs_of(tokens, False, None) == {"input_ids": tokens, "inputs_embeds": None}
+    drafter.supports_mm_inputs = False
+    assert drafter.inputs_of(tokens, None, None) == {"input_ids": tokens, "inputs_embeds": None}
 
     def embed_input_ids(ids: torch.Tensor, **kwargs: Any) -> str:
         given.update(kwargs, ids=ids)
         return "embeddings"
 
-    drafter.model = SimpleNamespace(embed_input_ids=embed_input_ids)
+    drafter.model, hidden = SimpleNamespace(embed_input_ids=embed_input_ids), torch.zeros(2, 3)
+    drafter.supports_mm_inputs = True
     for pictures in (None, (["picture"], part_of)):
-        found = drafter.inputs_of(tokens, True, pictures)
+        found = drafter.inputs_of(tokens, hidden, pictures)
+        assert found.pop("hidden_states") is hidden
         assert found == {"input_ids": None, "inputs_embeds": "embeddings"}
         embeds, where = pictures or (None, None)
         assert given == {

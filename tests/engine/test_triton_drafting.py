@@ -13,7 +13,6 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
-from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
 from tests.engine.test_drafting_models import always_right, check_drafts, drafter, speculative
 from tests.engine.test_metrics import metrics
@@ -24,6 +23,7 @@ from tests.engine.test_triton_speculation import (
     CASCADE,
     CASES,
     PROMPTS,
+    SMALL,
     TOKENS,
     near_the_oracle,
     triton,
@@ -31,21 +31,13 @@ from tests.engine.test_triton_speculation import (
 from tests.engine.test_triton_speculation import engine as scripted_engine
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES
-from tests.oracle.random_models import write_llama
 from vllm_cascade.attention.cpu.backend import CPULatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonLatentImpl
 
-SMALL = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 16}
 EXACT = [name for name in CASES if name not in ("random", "recall")]
 """``random`` draws other numbers for other layers, and draft models recall nothing."""
 QUICK = ("cascade", "window")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
 
 
 def engine(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import MODEL
 from tests.engine.chats import Turn
 from tests.engine.drafters import Scripted, scripted
 from tests.engine.pool import EnginePool
@@ -33,7 +32,6 @@ from tests.engine.test_speculation import (
 )
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES
-from tests.oracle.random_models import write_llama
 from tests.oracle.settings import with_prompt
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
@@ -41,6 +39,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
 from vllm_cascade.engine.gpu_worker import keep_prompts_out_of_graphs
 
+SMALL = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 16}
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
 EACH = {"head_policy": "per_kv_head"}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -82,24 +81,12 @@ def triton() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
-
-
 def engine(
     pool: EnginePool, policy: dict[str, Any], drafts: int, model: Path, **kwargs: Any
 ) -> Any:
     """An engine of its own: in C++ without drafts, on the Triton kernels with them."""
     pool.close()
-    settings = {
-        "max_model_len": 512,
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 16,
-        "block_size": 16,
-        **kwargs,
-    }
+    settings = {**SMALL, **kwargs}
     policy = {"prefill_stride": 8, "trace": True, **policy}
     if not drafts:
         return pool.get(policy, model, **settings)

@@ -37,8 +37,8 @@ States = tuple[torch.Tensor, torch.Tensor]
 """Of each token, ``[num_tokens, hidden_size]``: what the next one's logits are computed from, and
 the hidden state."""
 Sample = Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
-"""From the states of the last tokens, ``[B, hidden_size]``, the tokens in the layers, int ``[B]``,
-and the number of the draft to the drafts, int ``[B]``."""
+"""Samples one draft for each request, int ``[B]``. Takes the states of the last tokens,
+``[B, hidden_size]``, the number of tokens in the layers, int ``[B]``, and the draft's number."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,15 @@ class BoundedDrafter:
 
     Attributes:
         model: the drafting model.
-        requests: the worker's; set by it, as ``drafts``: the tokens that may be undone.
+        requests: the worker's requests; set by the worker.
+        drafts: the tokens that may be undone; set by the worker.
+        supports_mm_inputs: whether the target and the drafting model take pictures; set by vLLM.
         builders: the metadata builders of the drafting model's layers, one for each kind.
     """
 
     model: Any
     device: torch.device
+    supports_mm_inputs: bool
     requests: Requests
     drafts: ModelDrafts
     builders: Sequence[StepBuilder] = ()
@@ -153,16 +156,19 @@ class BoundedDrafter:
         return drafts
 
     def inputs_of(
-        self, token_ids: torch.Tensor, sees_pictures: bool, pictures: Pictures | None
+        self, token_ids: torch.Tensor, hidden: torch.Tensor | None, pictures: Pictures | None
     ) -> dict[str, torch.Tensor | None]:
-        """Tokens as the model takes them: embeddings, if both models see pictures."""
-        if not sees_pictures:
-            return {"input_ids": token_ids, "inputs_embeds": None}
-        embeds, part_of = pictures or (None, None)
-        values = self.model.embed_input_ids(
-            token_ids, multimodal_embeddings=embeds, is_multimodal=part_of
-        )
-        return {"input_ids": None, "inputs_embeds": values}
+        """The model's arguments besides positions; tokens as embeddings if it takes pictures."""
+        inputs: dict[str, torch.Tensor | None] = {"input_ids": token_ids, "inputs_embeds": None}
+        if self.supports_mm_inputs:
+            embeds, part_of = pictures or (None, None)
+            inputs["inputs_embeds"] = self.model.embed_input_ids(
+                token_ids, multimodal_embeddings=embeds, is_multimodal=part_of
+            )
+            inputs["input_ids"] = None
+        if hidden is not None:
+            inputs["hidden_states"] = hidden
+        return inputs
 
     def take_builders(self, groups: Sequence[Any]) -> None:
         """Take the builders of vLLM's attention groups of the model's layers."""

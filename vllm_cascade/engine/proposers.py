@@ -131,9 +131,7 @@ class BoundedProposer(BoundedDrafter, _Base):
     ) -> States:
         num = len(token_ids)
         mode, padded, _ = self._determine_batch_execution_and_padding(num)
-        inputs = self.inputs_of(token_ids, self.supports_mm_inputs, pictures)
-        if hidden is not None:
-            inputs["hidden_states"] = hidden
+        inputs = self.inputs_of(token_ids, hidden, pictures)
         if mode != CUDAGraphMode.NONE:
             inputs = self._in_buffers(inputs, padded)
         if self.eplb_state is not None:

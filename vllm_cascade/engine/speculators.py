@@ -139,9 +139,7 @@ class BoundedSpeculator(BoundedDrafter, _Base):
         pictures: Pictures | None,
     ) -> States:
         num = len(token_ids)
-        inputs = self.inputs_of(token_ids, self.supports_mm_inputs, pictures)
-        if hidden is not None:
-            inputs["hidden_states"] = hidden
+        inputs = self.inputs_of(token_ids, hidden, pictures)
         self._prepare_eplb_forward(num)
         with set_forward_context(metadata, self.vllm_config, num_tokens=num):
             # What is read in a dummy run; later the model reads those of its first builder.

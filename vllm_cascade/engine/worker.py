@@ -100,7 +100,7 @@ def beside_owners(config: KVCacheConfig, owners: Mapping[str, str]) -> KVCacheCo
 
 
 class Loaded(NamedTuple):
-    """A model that is loaded, and its attention layers by name."""
+    """A loaded model, its configuration, and its attention layers by name."""
 
     model: Any
     config: ModelConfig

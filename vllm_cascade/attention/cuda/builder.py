@@ -163,7 +163,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         width = common.max_query_len
         if self.schedule.moves_tokens or width > len(self.steps):
             return False
-        if self.kv_cache_spec.drafting:  # outside full graphs; rows may be empty, or begin drafts
+        if self.kv_cache_spec.drafting:  # rows may be empty, and begin with a draft
             return False
         if width == 1:
             return True
