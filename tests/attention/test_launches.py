@@ -25,6 +25,7 @@ from tests.attention.test_cuda import AtOnce, common
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.repeats import SWITCH
 from vllm_cascade.attention.cuda.workspace import workspace_of
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
@@ -50,6 +51,12 @@ would take the host some 50 us a call."""
 WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal",
            "aten._to_copy", "aten.unique", "aten.masked_select")  # fmt: skip
 """What would wait for a device, or copy to one and wait."""
+
+
+@pytest.fixture(autouse=True)
+def launched_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every layer itself, as by the first one of a step (``test_repeat.py`` has the others)."""
+    monkeypatch.setenv(SWITCH, "python")
 
 
 class Operations(TorchDispatchMode):

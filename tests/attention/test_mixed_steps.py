@@ -27,6 +27,7 @@ from tests.attention.test_cuda import AtOnce
 from tests.attention.test_launches import Questions, calls_in, forward
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.repeats import SWITCH
 from vllm_cascade.kernels.triton import launch
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.rings import Rings
@@ -63,6 +64,12 @@ STEPS: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
     ),
 }
 """Settings, tokens that every request has seen, and a layer's launches."""
+
+
+@pytest.fixture(autouse=True)
+def launched_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every layer itself, as by the first one of a step (``test_repeat.py`` has the others)."""
+    monkeypatch.setenv(SWITCH, "python")
 
 
 class Everything(TorchDispatchMode):
@@ -183,8 +190,10 @@ def test_only_known_versions_of_triton_are_bypassed(
 
 
 def test_launches_are_triton_s() -> None:
-    """Grids, kernels, options and arguments, in a process that launches as on an H100."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    """Grids, kernels, options and arguments, in a process that launches as on an H100; also those
+    that C repeats."""
+    unset = "TRITON_INTERPRET", SWITCH
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
     command = [sys.executable, "-m", "tests.attention.mixed_time", "--check"]
     found = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600

@@ -20,6 +20,7 @@ import triton
 
 from vllm_cascade.attention import selfcheck
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda import SWITCH
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch
 from vllm_cascade.attention.selfcheck_kept import num_differing, same_units
@@ -46,11 +47,13 @@ from vllm_cascade.kernels.triton import (
     recall_sinks,
     recall_store,
     recall_vectors,
+    repeat,
     schedule,
     scores,
     stored,
     tiles,
 )
+from vllm_cascade.kernels.triton.repeat import Repeater
 from vllm_cascade.policies.registry import POLICIES as BUILT_IN
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
@@ -138,6 +141,25 @@ def test_evidence_of_right_kernels_passes() -> None:
     judged = (row for row in rows if row.compared == "evidence")
     for row in islice(judged, 3):
         assert not row.failure and 0 < row.error < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sink", pytest.param("recall", marks=pytest.mark.slow)])
+def test_repeated_launches_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later runs of a step repeat the first one's launches, as later layers do."""
+    runs, before = 4, Repeater.number
+    one = Check(resolve(POLICIES[name]), SHAPE, CUDAKVPolicyBackend, CPU, runs)
+    first = list(one._compare(next(one.steps())))
+    assert Repeater.number > before and not any(row.failure for row in first)
+    plain = repeat._Interpreted.__call__
+
+    def forgets(self: Any, launches: Any, tokens: Any) -> None:
+        self._launchers = self._launchers[:-1]
+        launches.launched = launches.launched[:-1]
+        plain(self, launches, tokens)
+
+    monkeypatch.setattr(repeat._Interpreted, "__call__", forgets)
+    with pytest.raises(Mismatch, match=f"bytes of another run differ .*{SWITCH}=python avoids"):
+        Check(resolve(POLICIES[name]), SHAPE, CUDAKVPolicyBackend, CPU, runs).run()
 
 
 @pytest.mark.slow
@@ -580,9 +602,10 @@ def test_a_cards_verdict_holds_for_its_driver(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(devices, "import_pynvml", lambda: nvml)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.delenv(SWITCH, raising=False)
     facts = DEVICES["cuda"].facts()
     assert facts | {"cuda": None} == {
-        "card": "A card", "capability": [9, 0], "driver": "580.1", "cuda": None,
+        "card": "A card", "capability": [9, 0], "driver": "580.1", "cuda": None, "launches": None,
     }  # fmt: skip
     assert calls == ["init", "shutdown"]
 

@@ -313,6 +313,7 @@ def check_drafts(
     folder: Path,
     num_prompt: int = 203,
     num: int = 80,
+    seed: int = 1,
     **kwargs: Any,
 ) -> None:
     """Drafting layers see the target's accepted tokens under the same policy, then their own.
@@ -323,7 +324,7 @@ def check_drafts(
         start: of a policy and a number of drafts makes an engine.
         kwargs: settings of engines.
     """
-    drafts, prompt = 4, random_tokens(1, num_prompt)
+    drafts, prompt = 4, random_tokens(seed, num_prompt)
     target = write_target(folder / "target", method)
     other = None
     if method == "draft_model":

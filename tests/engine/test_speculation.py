@@ -91,10 +91,10 @@ def script(prompts: list[list[int]], truth: list[Turn], right: float) -> None:
     Scripted.right, Scripted.proposed = right, 0
 
 
-def compare(found: list[Turn], truth: list[Turn]) -> None:
+def compare(found: list[Turn], truth: list[Turn], error: float = 1e-4) -> None:
     for (tokens, logprobs), (expected, their) in zip(found, truth, strict=True):
         assert tokens == expected
-        np.testing.assert_allclose(logprobs, their, atol=1e-4)
+        np.testing.assert_allclose(logprobs, their, atol=error)
 
 
 def counters(llm: Any) -> dict[str, int]:

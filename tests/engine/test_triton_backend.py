@@ -23,10 +23,12 @@ from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda import SWITCH
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import _of_devices, workspace_of
 from vllm_cascade.kernels.triton.configs import LEAST_PART
+from vllm_cascade.kernels.triton.repeat import Repeater
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
@@ -108,6 +110,34 @@ def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     policy = {**CASCADE, "prefill_stride": 8, "head_policy": "per_kv_head"}
     compare(engine(engine_pool, policy, models[model]), policy, TOKENS, models[model])
     engine_pool.close()
+
+
+@pytest.mark.parametrize("name", ["sink", pytest.param("cascade", marks=pytest.mark.slow)])
+def test_layers_repeat_launches(
+    name: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three layers repeat what the first one launches, and answer as if all launched."""
+    small = {"num_layers": 3, "num_kv_heads": 1, "num_heads": 2, "head_dim": 16}
+    model = write_llama(tmp_path, **small, tokenizer_from=MODEL)
+    inputs = [{"prompt_token_ids": TOKENS[i : i + 5 + 21 * i]} for i in range(4)]
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=0)
+    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 32, "block_size": 16}
+    found, repeated = [], []
+    for switch in ("", "python"):
+        monkeypatch.delenv(SWITCH, raising=False)
+        if switch:
+            monkeypatch.setenv(SWITCH, switch)
+        engine_pool.close()
+        llm = engine_pool.get({"name": name, "budget": 32, "prefill_stride": 8}, model, **sizes)
+        before = Repeater.number
+        answers = [output.outputs[0] for output in llm.generate(inputs, params, use_tqdm=False)]
+        repeated.append(Repeater.number - before)
+        found.append([(one.token_ids, one.cumulative_logprob) for one in answers])
+        (counters,) = llm.collective_rpc("kv_policy_counters")
+        assert counters["evicted_tokens"] > 50
+    engine_pool.close()
+    assert found[0] == found[1]
+    assert repeated[0] > 10 and repeated[0] % 2 == 0 and repeated[1] == 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices that policies run on, and the contract that each of them fulfils."""
 
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_cascade.attention.cuda import SWITCH
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.refusals import REFUSALS, Refusal
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
@@ -268,6 +270,7 @@ class CUDA(Device):
             "capability": [properties.major, properties.minor],
             "driver": driver_version(),
             "cuda": torch.version.cuda,
+            "launches": os.environ.get(SWITCH),
         }
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:

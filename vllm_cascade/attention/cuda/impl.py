@@ -20,6 +20,7 @@ from vllm_cascade.attention.cuda.metadata import (
     TritonMetadata,
 )
 from vllm_cascade.attention.cuda.recall import LayerRings
+from vllm_cascade.attention.cuda.repeats import make_repeater, only_launches
 from vllm_cascade.attention.cuda.workspace import (
     Workspace,
     chunk_shapes,
@@ -57,9 +58,11 @@ from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import Insertion
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
+from vllm_cascade.kernels.triton.launch import noted
 from vllm_cascade.kernels.triton.merge import Merge, ScoredMerge
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
+from vllm_cascade.kernels.triton.repeat import Launches, Repeater
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.scores import head_masses, update, update_from
 from vllm_cascade.kernels.triton.singles import Singles
@@ -120,6 +123,7 @@ class TritonKVPolicyImpl(SharingImpl):
     recall: LayerRings | None = None
     _saved: Saved | None = None
     _held: torch.Tensor | None = None
+    _repeater: Repeater | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -179,6 +183,7 @@ class TritonKVPolicyImpl(SharingImpl):
     def keep_drafts(self, most_requests: int) -> None:
         assert self._pages is not None, "prepare comes first"
         self._held = self._made = None  # the profile has counted it
+        self._repeater = make_repeater()  # the kernels are made again
         own = Journal(self._pages, most_requests)
         self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
 
@@ -199,6 +204,7 @@ class TritonKVPolicyImpl(SharingImpl):
         super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
         self._made, self._stored = None, stored_of(self._pages)
+        self._repeater = make_repeater()
         if rotary is not None:
             self._decode_rotation = rotation_table(
                 rotary.inv_freq,
@@ -243,6 +249,32 @@ class TritonKVPolicyImpl(SharingImpl):
         if self.run_shared(name, metadata, new):
             return
         tokens = Tokens(*new, logit_scale=metadata.logit_scale)
+        which = self.num_heads, self.head_size
+        repeater, first = self._repeater_now(new.query.device), metadata.launched.get(which)
+        if repeater is None or (first is None and not only_launches(metadata)):
+            self._run_waves(name, pages, metadata, new, tokens)
+            return
+        if first is not None and repeater(first, tokens):
+            return
+        with noted() as launched:
+            self._run_waves(name, pages, metadata, new, tokens)
+        own = Launches(launched, tokens)
+        if first is None:
+            metadata.launched[which] = own
+        else:
+            repeater.learn(own, first)
+
+    def _repeater_now(self, device: torch.device) -> Repeater | None:
+        """What repeats other layers' launches, where this layer does nothing but launch."""
+        layer, recall = self._layer, self.recall
+        if self._repeater is None or layer is None or layer.over_ranks is not None:
+            return None
+        watched = self.recorder is not None or (recall is not None and recall.judged is not None)
+        return None if watched or _is_captured(device) else self._repeater
+
+    def _run_waves(
+        self, name: str, pages: Pages, metadata: TritonMetadata, new: NewTokens, tokens: Tokens
+    ) -> None:
         kernels = self._kernels(pages, metadata.spec, tokens)
         for wave in metadata.waves:
             self._run_wave(name, kernels, pages, metadata, wave, new, tokens, selects=True)

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
+from vllm_cascade.kernels.triton.repeat import Launches
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.strides import Chunks, Strides
 from vllm_cascade.policies.rules import Scoring
@@ -143,6 +144,8 @@ class TritonMetadata(AttentionMetadata):
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         positions: int64, the tokens' positions in layers with a window; None if positions follow
             from the number of cached tokens.
+        launched: what the first layer launched, by number and size of its query heads; other layers
+            repeat it.
 
     The last five are for vLLM's layers of multi-head latent attention.
     """
@@ -153,6 +156,7 @@ class TritonMetadata(AttentionMetadata):
     rules: torch.Tensor
     logit_scale: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    launched: dict[tuple[int, int], Launches] = field(default_factory=dict)
     num_actual_tokens: int = 0
     num_prefills: int = 0
     num_decodes: int = 0

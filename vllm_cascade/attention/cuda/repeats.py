@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether layers repeat the launches of the first one (``kernels/triton/repeat.py``)."""
+
+import os
+
+from vllm_cascade.attention.cuda import SWITCH
+from vllm_cascade.attention.cuda.metadata import TritonMetadata
+from vllm_cascade.kernels.cpp.build import BuildError
+from vllm_cascade.kernels.triton.repeat import Repeater, library
+from vllm_cascade.log import logger
+from vllm_cascade.policies.settings import KVPolicyError
+
+
+def make_repeater() -> Repeater | None:
+    """For one layer; None: all its launches are made in Python.
+
+    Raises:
+        KVPolicyError: ``VLLM_CASCADE_LAUNCHES`` has an unknown value.
+    """
+    wanted = os.environ.get(SWITCH)
+    if wanted == "python":
+        return None
+    if wanted is not None:
+        raise KVPolicyError(f"{SWITCH}={wanted}: set it to python, or not at all")
+    try:
+        library()
+    except BuildError as error:
+        logger.warning_once(
+            "Steps outside CUDA graphs take the host longer, because launches are not repeated in "
+            "C: %s",
+            str(error),
+        )
+        return None
+    return Repeater()
+
+
+def only_launches(metadata: TritonMetadata) -> bool:
+    """Whether layers of one rank do nothing in the step but call launchers."""
+    for wave in metadata.waves:
+        decode = wave.decode
+        if wave.others or (decode is not None and not isinstance(decode.index, slice)):
+            return False
+        # These launches are made by functions.
+        if decode is not None and (decode.given is not None or decode.saves is not None):
+            return False
+    return True
