@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher, variant_of
 from .salted import own_scores
 from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, slot_tile
 
@@ -45,48 +46,61 @@ def _assign(
     tl.store(score + word, given_there, mask=found)
 
 
-def assign(
-    given: torch.Tensor,
-    ranks: torch.Tensor,
-    rank: torch.Tensor,
-    score: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    unit: int = 1,
-    salts: torch.Tensor | None = None,
-) -> None:
-    """Set the score of one rank per request, in every head set. A unit's score is added to.
+class Assignment:
+    """Sets the score of one rank per request, in every head set. A unit's score is added to.
 
     Args:
-        given: fp32 ``[>= B]``.
-        ranks: int32 ``[>= B]``; negative: no score.
         rank, score: ``Pages`` views; ``score`` is written.
-        table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
         unit: slots that share one rank and score.
-        salts: int32 ``[num_sets]``, hashed into ``given``; None: ``given`` is the score.
+        salts: int32 ``[num_sets]``, hashed into given scores; None: they are used as they are.
     """
-    check_steps(steps, table)
-    num_rows, (num_sets, page) = steps.shape[0], rank.shape[1:]
-    assert given.dtype == torch.float32 and ranks.dtype == torch.int32
-    assert given.is_contiguous() and ranks.is_contiguous()
-    assert min(len(given), len(ranks)) >= num_rows, (given.shape, ranks.shape)
-    if num_rows == 0:
-        return
-    num_places = table.shape[1] * page
-    tile = min(1024, triton.next_power_of_2(num_places))
-    _assign[(num_rows, num_sets, triton.cdiv(num_places, tile))](
-        given=given,
-        salts=salts,
-        ranks=ranks,
-        rank=rank,
-        score=score,
-        table=table,
-        steps=steps,
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        PAGE=page,
-        TILE=tile,
-        UNIT=unit,
-        num_warps=4,
-    )
+
+    def __init__(
+        self,
+        rank: torch.Tensor,
+        score: torch.Tensor,
+        unit: int = 1,
+        salts: torch.Tensor | None = None,
+    ) -> None:
+        self._num_sets, self._page = rank.shape[1:]
+        self._launch = Launcher(
+            _assign,
+            salts=salts,
+            rank=rank,
+            score=score,
+            word_stride=rank.stride(0),
+            PAGE=self._page,
+            UNIT=unit,
+            num_warps=4,
+        )
+
+    def __call__(
+        self, given: torch.Tensor, ranks: torch.Tensor, table: torch.Tensor, steps: torch.Tensor
+    ) -> None:
+        """Launch.
+
+        Args:
+            given: fp32 ``[>= B]``.
+            ranks: int32 ``[>= B]``; negative: no score.
+            table: int32 ``[>= B, P]``.
+            steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
+        """
+        check_steps(steps, table)
+        num_rows, table_stride = len(steps), table.stride(0)
+        assert given.dtype == torch.float32 and ranks.dtype == torch.int32
+        assert given.is_contiguous() and ranks.is_contiguous()
+        assert min(len(given), len(ranks)) >= num_rows, (given.shape, ranks.shape)
+        if num_rows == 0:
+            return
+        num_places = table.shape[1] * self._page
+        tile = min(1024, triton.next_power_of_2(num_places))
+        self._launch(
+            (num_rows, self._num_sets, triton.cdiv(num_places, tile)),
+            variant_of(given, ranks, table, steps, table_stride, tile),
+            given=given,
+            ranks=ranks,
+            table=table,
+            steps=steps,
+            table_stride=table_stride,
+            TILE=tile,
+        )

@@ -2,7 +2,7 @@
 """Draft tokens (speculative decoding): saves what inserting one changes, and undoes rejected ones.
 
 A request's drafts have consecutive places, ``most`` of them at most. Version ``place % most`` on
-the request's pages has all ranks and scores before the draft (``save_versions``). The one slot that
+the request's pages has all ranks and scores before the draft (``VersionSaver``). The one slot that
 a draft is written to is saved by place: its row in each head, and the words of its unit
 (``save_slot``, which ``insert`` calls). ``kernels/cpp/drafts.h`` does the same.
 """
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher, variant_of
 from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, load_rows, padded, slot_tile, store_rows
 
 UNDONE_COLUMNS = 4
@@ -201,49 +202,56 @@ def _save_versions(
     tl.store(version + NUM_SETS * PAGE, tl.load(score + word, mask=inside), mask=inside)
 
 
-def save_versions(
-    saves: torch.Tensor,
-    rank: torch.Tensor,
-    score: torch.Tensor,
-    versions: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    unit: int = 1,
-) -> None:
-    """Save the ranks and scores of requests whose next token is a draft.
+class VersionSaver:
+    """Saves the ranks and scores of requests whose next token is a draft.
 
     Args:
-        saves: int32 ``[>= B]``, places of drafts; -1: not a draft.
         rank, score: ``Pages`` views.
         versions: ``Pages`` view, written.
-        table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 are left out.
         unit: slots that share one rank and score.
     """
-    check_steps(steps, table)
-    num_rows, (num_sets, page) = len(steps), rank.shape[1:]
-    most = _check_versions(versions, rank)
-    assert saves.dtype == torch.int32 and saves.is_contiguous() and len(saves) >= num_rows
-    if num_rows == 0:
-        return
-    num_places = table.shape[1] * page
-    tile = min(1024, triton.next_power_of_2(num_places))
-    _save_versions[(num_rows, num_sets, triton.cdiv(num_places, tile))](
-        saves=saves,
-        rank=rank,
-        score=score.view(torch.int32),  # as they are, whatever their bits mean
-        versions=versions,
-        table=table,
-        steps=steps,
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        MOST=most,
-        NUM_SETS=num_sets,
-        PAGE=page,
-        TILE=tile,
-        UNIT=unit,
-        num_warps=4,
-    )
+
+    def __init__(
+        self, rank: torch.Tensor, score: torch.Tensor, versions: torch.Tensor, unit: int = 1
+    ) -> None:
+        self._num_sets, self._page = rank.shape[1:]
+        self._launch = Launcher(
+            _save_versions,
+            rank=rank,
+            score=score.view(torch.int32),  # as they are, whatever their bits mean
+            versions=versions,
+            word_stride=rank.stride(0),
+            MOST=_check_versions(versions, rank),
+            NUM_SETS=self._num_sets,
+            PAGE=self._page,
+            UNIT=unit,
+            num_warps=4,
+        )
+
+    def __call__(self, saves: torch.Tensor, table: torch.Tensor, steps: torch.Tensor) -> None:
+        """Launch.
+
+        Args:
+            saves: int32 ``[>= B]``, places of drafts; -1: not a draft.
+            table: int32 ``[>= B, P]``.
+            steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 are left out.
+        """
+        check_steps(steps, table)
+        num_rows, table_stride = len(steps), table.stride(0)
+        assert saves.dtype == torch.int32 and saves.is_contiguous() and len(saves) >= num_rows
+        if num_rows == 0:
+            return
+        num_places = table.shape[1] * self._page
+        tile = min(1024, triton.next_power_of_2(num_places))
+        self._launch(
+            (num_rows, self._num_sets, triton.cdiv(num_places, tile)),
+            variant_of(saves, table, steps, table_stride, tile),
+            saves=saves,
+            table=table,
+            steps=steps,
+            table_stride=table_stride,
+            TILE=tile,
+        )
 
 
 def _check_versions(versions: torch.Tensor, rank: torch.Tensor) -> int:

@@ -41,6 +41,7 @@ POLICIES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "units": (Shape(), IN_UNITS),
     "int8": (Shape(cache_dtype="int8_per_token_head"), IN_UNITS),
     "alibi": (Shape(alibi=True), CASCADE),
+    "random": (Shape(), {"name": "random", "budget": 14, "window": 5, "num_sinks": 2}),
     "recall": (Shape(), {**IN_UNITS, "recall": 2, "recall_store": 24, "recall_every": 1}),
 }
 QUICK = ("sink", "heads", "recall")
@@ -57,6 +58,12 @@ class Model:
         settings = {**settings, "prefill_stride": 8}
         made = [PagedLayer(shape, settings, PAGES, drafts) for _ in range(LAYERS)]
         self.shape, self.layers, self.builder = shape, made, made[0].builder
+        if drafts:
+            self.builder.drafts = _AllDrafts(2, drafts)
+            for layer in made:
+                layer.impl.keep_drafts(2)
+                for saved in layer.impl._saved[:2]:
+                    saved.zero_()
         policy, spec = made[0].policy, made[0].spec
         if policy.recall:
             unit = recall_memory.unit_shape(spec, num_layers=LAYERS)
@@ -128,34 +135,58 @@ def test_layers_that_repeat_do_the_same(name: str, monkeypatch: pytest.MonkeyPat
     assert sum(number > 0 for number in repeated) >= 6
 
 
+def test_drafts_are_saved_by_layers_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(Shape(), H2O, drafts=2)
+    monkeypatch.setenv(repeats.SWITCH, "python")
+    plain, before = Model(Shape(), H2O, drafts=2), Repeater.number
+    for seed in range(7):
+        firsts, lengths, prompts = [8 + 3 * seed] * 2, [3, 3], False
+        if seed == 0:
+            firsts, lengths, prompts = [0, 0], [8, 8], True
+        for each in (model, plain):
+            each.run(each.plan(firsts, lengths, prompts), sum(lengths), seed)
+        for layer, other in zip(model.layers, plain.layers, strict=True):
+            assert torch.equal(layer.pool, other.pool), seed
+            for ours, theirs in zip(layer.impl._saved[:2], other.impl._saved[:2], strict=True):
+                assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), seed
+    assert Repeater.number - before >= 3
+
+
 def test_what_else_a_layer_does_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strides in PyTorch, scores of the host, drafts, the trace, a capture, ranks that decide
-    together: no layer repeats."""
+    """Strides in PyTorch, the trace, a capture, ranks that decide together: no layer repeats."""
     cases: dict[str, Model] = {
         "in PyTorch": Model(Shape(), {**DGC, "importance": "cluster"}),
-        "the host's scores": Model(Shape(), {"name": "random", "budget": 14, "window": 5}),
-        "drafts": Model(Shape(), CASCADE, drafts=2),
         "trace": Model(Shape(), CASCADE),
         "capture": Model(Shape(), CASCADE),
         "ranks": Model(Shape(), CASCADE),
+        "ranks that recall": Model(*POLICIES["recall"]),
     }
-    cases["drafts"].builder.drafts = _AllDrafts(2, 2)
-    for layer in cases["drafts"].layers:
-        layer.impl.keep_drafts(2)
     for layer in cases["trace"].layers:
         layer.impl.recorder = Recorder()
-    for layer in cases["ranks"].layers:
-        own = layer.impl._layer
-        together = {"over_ranks": lambda x, _: x, "gather_heads": lambda x: x}
-        layer.impl._layer = replace(own, **together)
+    for case in ("ranks", "ranks that recall"):
+        decide_together(cases[case])
     before = Repeater.number
     for case, model in cases.items():
         monkeypatch.setattr(impl, "_is_captured", lambda _, now=case == "capture": now)
-        new = 2 if case == "drafts" else 1
         for seed in range(3):
-            firsts = [seed * new] * 2
-            model.run(model.plan(firsts, [new] * 2, prompts=False), 2 * new, seed)
+            model.run(model.plan([seed] * 2, [1, 1]), 2, seed)
         assert Repeater.number == before, case
+
+
+def test_ranks_that_exchange_no_scores_repeat() -> None:
+    model = Model(Shape(), {"name": "sink", "budget": 13})
+    decide_together(model)
+    before = Repeater.number
+    for seed in range(3):
+        model.run(model.plan([seed, 8 * seed], [1, 8]), 9, seed)
+    assert Repeater.number > before
+
+
+def decide_together(model: Model) -> None:
+    """As on tensor-parallel ranks with one head set."""
+    for layer in model.layers:
+        together = {"over_ranks": lambda x, _: x, "gather_heads": lambda x: x}
+        layer.impl._layer = replace(layer.impl._layer, **together)
 
 
 def test_rows_out_of_order_are_gathered() -> None:

@@ -18,7 +18,7 @@ from tests.kernels.random_pool import (
 )
 from tests.kernels.unit_checks import unit_rules_of
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.drafts import Saved, save_versions, undo
+from vllm_cascade.kernels.triton.drafts import Saved, VersionSaver, undo
 from vllm_cascade.kernels.triton.insert import insert
 
 MOST = 3
@@ -56,7 +56,7 @@ class Pool:
 
 
 def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> float:
-    """``save_versions``, ``insert`` and ``undo`` of a batch in which some tokens are drafts."""
+    """``VersionSaver``, ``insert`` and ``undo`` of a batch in which some tokens are drafts."""
     cache, steps = make_cache(case)
     if case.unit > 1:
         _, more = unit_rules_of(case, steps, cache, variant)
@@ -74,13 +74,10 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
     plain, ours = Pool(cache, device), Pool(cache, device)
     dsteps, dk, dv, dscore, dmore, dsaves = on(device, steps, key, value, new_score, more, saves)
     where = {"table": ours.cache.table, "steps": dsteps}
-    save_versions(
-        saves=dsaves,
-        **ours.cache.views("rank", "score"),
-        versions=ours.versions,
-        **where,
-        unit=case.unit,
+    saver = VersionSaver(
+        **ours.cache.views("rank", "score"), versions=ours.versions, unit=case.unit
     )
+    saver(saves=dsaves, **where)
     _check_versions(ours, cache, steps, saves)
     told = {"key": dk, "value": dv, "new_score": dscore, **where, "rules": dmore}
     rows = {"latent": case.latent, "has_cells": True}

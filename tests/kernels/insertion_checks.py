@@ -19,7 +19,7 @@ from tests.kernels.random_pool import (
 )
 from tests.kernels.references import as_int32, assign_reference, salted, survivors_reference
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.assign import Assignment
 from vllm_cascade.kernels.triton.insert import insert
 
 
@@ -126,7 +126,7 @@ def check_assign(case: Case, device: torch.device | str) -> float:
     ours = cache.to(device)
     dgiven, dranks, dsteps, dsalts = on(device, given, ranks, steps, as_int32(salts))
     told = dsalts if case.seed % 2 else None
-    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps, unit, told)
+    Assignment(ours.rank, ours.score, unit, told)(dgiven, dranks, ours.table, dsteps)
     for row in real_rows(case):
         valid = cache.words("rank", row)
         valid[:, cache.slots[row] // unit :] = -1  # stale: must not be taken for the token

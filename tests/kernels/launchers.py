@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.assign import Assignment
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
-from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, save_versions, undo
+from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, VersionSaver, undo
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
@@ -217,7 +217,8 @@ class Layer:
             merge_scored(**found, **left, **scored, **how)
             update(**left, lse=lse, **scored, **how)  # tensor-parallel ranks merge first
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assign(given=given, ranks=ranks, **scored, unit=shape.unit)
+        assignment = Assignment(self.rank, self.score, shape.unit)
+        assignment(given, ranks, self.table, self.steps)
         insert(
             key=self.key,
             value=self.value,
@@ -266,7 +267,7 @@ class Layer:
         )
         scored = {name: own[name] for name in ("rank", "score")}
         where = {"table": self.table, "steps": self.steps}
-        save_versions(saves=lengths, **scored, versions=versions, **where, unit=shape.unit)
+        VersionSaver(**scored, versions=versions, unit=shape.unit)(lengths, **where)
         insert(
             key=self.key,
             value=self.value,

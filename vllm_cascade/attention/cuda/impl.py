@@ -46,13 +46,13 @@ from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
-from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.assign import Assignment
 from vllm_cascade.kernels.triton.attend import DecodeAttention
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
-from vllm_cascade.kernels.triton.drafts import Saved, save_versions
+from vllm_cascade.kernels.triton.drafts import Saved, VersionSaver
 from vllm_cascade.kernels.triton.drafts import undo as undo_drafts
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import Insertion
@@ -83,7 +83,9 @@ class SingleKernels(NamedTuple):
     attention: DecodeAttention
     merge: Merge | ScoredMerge
     plain_merge: Merge
+    assignment: Assignment
     insertion: Insertion
+    versions: VersionSaver | None
     num_sets: int
 
 
@@ -251,7 +253,8 @@ class TritonKVPolicyImpl(SharingImpl):
         tokens = Tokens(*new, logit_scale=metadata.logit_scale)
         which = self.num_heads, self.head_size
         repeater, first = self._repeater_now(new.query.device), metadata.launched.get(which)
-        if repeater is None or (first is None and not only_launches(metadata)):
+        alone = not self._decides_with_others
+        if repeater is None or (first is None and not only_launches(metadata, alone)):
             self._run_waves(name, pages, metadata, new, tokens)
             return
         if first is not None and repeater(first, tokens):
@@ -265,12 +268,11 @@ class TritonKVPolicyImpl(SharingImpl):
             repeater.learn(own, first)
 
     def _repeater_now(self, device: torch.device) -> Repeater | None:
-        """What repeats other layers' launches, where this layer does nothing but launch."""
-        layer, recall = self._layer, self.recall
-        if self._repeater is None or layer is None or layer.over_ranks is not None:
-            return None
+        """What repeats other layers' launches, unless this layer does more than launch."""
+        recall = self.recall
         watched = self.recorder is not None or (recall is not None and recall.judged is not None)
-        return None if watched or _is_captured(device) else self._repeater
+        exchanges = recall is not None and self._decides_with_others
+        return None if watched or exchanges or _is_captured(device) else self._repeater
 
     def _run_waves(
         self, name: str, pages: Pages, metadata: TritonMetadata, new: NewTokens, tokens: Tokens
@@ -366,10 +368,16 @@ class TritonKVPolicyImpl(SharingImpl):
         if scores and not self._decides_with_others:
             words = {**_words(pages, "rank", "score"), "reduction": reduction, "unit": pages.unit}
             merge = ScoredMerge(num_queries, layer.value_size, sinks, **words)
+        versions = None  # none before there are pages
+        if self._saved is not None:
+            words = _words(pages, "rank", "score", "versions")
+            versions = VersionSaver(**words, unit=pages.unit)
         singles = SingleKernels(
             attention=DecodeAttention(layer, keep_logits=scores),
             merge=merge,
             plain_merge=plain,
+            assignment=Assignment(pages.rank, pages.score, pages.unit, self._salts),
+            versions=versions,
             # Only policies with scores have rules of cells, and requests may bring their own.
             insertion=Insertion(layer, has_cells=scores, saved=self._saved),
             num_sets=layer.num_sets,
@@ -408,12 +416,8 @@ class TritonKVPolicyImpl(SharingImpl):
         tokens: Tokens,
         selects: bool,
     ) -> None:
-        where: dict[str, Any] = {"table": decode.table, "steps": decode.steps}
-        saves = None if self._saved is None else decode.saves  # none before there are pages
-        if saves is not None:
-            save_versions(
-                saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
-            )
+        if kernels.versions is not None and decode.saves is not None:
+            kernels.versions(decode.saves, decode.table, decode.steps)
         recalling = None
         if self.recall is not None:
             recalling = self._recalling(self.recall, tokens, decode, selects)
@@ -425,15 +429,7 @@ class TritonKVPolicyImpl(SharingImpl):
                 singles = self._update(pages, singles, metadata.spec.policy.head_reduction)
         elif decode.given is not None:
             assert decode.scored is not None, "it comes with given"
-            words = _words(pages, "rank", "score")
-            assign(
-                given=decode.given,
-                ranks=decode.scored,
-                **words,
-                **where,
-                unit=pages.unit,
-                salts=self._salts,
-            )
+            kernels.assignment(decode.given, decode.scored, decode.table, decode.steps)
         if self.recall is not None and recalling is not None:
             self.recall.before(recalling, decode.recalls)
         kernels.insertion(tokens, singles)

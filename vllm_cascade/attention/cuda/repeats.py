@@ -34,13 +34,18 @@ def make_repeater() -> Repeater | None:
     return Repeater()
 
 
-def only_launches(metadata: TritonMetadata) -> bool:
-    """Whether layers of one rank do nothing in the step but call launchers."""
+def only_launches(metadata: TritonMetadata, alone: bool) -> bool:
+    """Whether layers do nothing in the step but call launchers.
+
+    Args:
+        alone: whether no tensor-parallel ranks decide together. If they do, they exchange scores.
+    """
+    if not alone and metadata.spec.policy.uses_attention:
+        return False
     for wave in metadata.waves:
         decode = wave.decode
         if wave.others or (decode is not None and not isinstance(decode.index, slice)):
             return False
-        # These launches are made by functions.
-        if decode is not None and (decode.given is not None or decode.saves is not None):
+        if not alone and any(rows.scoring.source == "attention" for rows in wave.prefill):
             return False
     return True
