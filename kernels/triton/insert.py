@@ -18,6 +18,7 @@ Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on 
 cells: BUZZ (https://arxiv.org/abs/2410.23079).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -407,12 +408,9 @@ class Insertion:
     def __init__(self, layer: CachedLayer, has_cells: bool, saved: Saved | None = None) -> None:
         self._heads, (self._num_sets, self._page) = layer.heads[1:], layer.rank.shape[1:]
         heads = self._heads[0] // self._num_sets
-        self._has_cells, self._saved = has_cells, saved
-        if saved is not None:
-            check_saved(saved, layer.kv, layer.rank)
-        self._at_once = heads_at_once(heads, layer.rows["ROW"])
-        self._slots, self._no_slots = slot_arguments(saved), slot_arguments(None)
-        self._launch = Launcher(
+        self._has_cells = has_cells
+        bound = partial(
+            Launcher,
             _insert,
             **layer.pages,
             **layer.words,
@@ -422,6 +420,12 @@ class Insertion:
             PAGE=self._page,
             maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
         )
+        self._launch = bound(AT_ONCE=1, **slot_arguments(None))
+        self._launch_saving: Launcher | None = None
+        if saved is not None:
+            check_saved(saved, layer.kv, layer.rank)
+            at_once = heads_at_once(heads, layer.rows["ROW"])
+            self._launch_saving = bound(AT_ONCE=at_once, **slot_arguments(saved))
 
     def shapes(self, num_rows: int, num_pages: int) -> dict[str, tuple[int, ...]]:
         """Shapes of its scratch memory, by attribute of ``Singles``."""
@@ -436,9 +440,9 @@ class Insertion:
         # A program per request and head set. Latency dominates: one tile for all slots if possible.
         num_places = singles.num_pages * self._page
         tile = min(4096, triton.next_power_of_2(num_places))
-        drafts = singles.saves is not None
-        assert not drafts or self._saved is not None, "saves comes with saved"
-        self._launch(
+        launch = self._launch if singles.saves is None else self._launch_saving
+        assert launch is not None, "saves comes with saved"
+        launch(
             (singles.num_rows, self._num_sets, 1),
             (tokens.variant, singles.variant),
             key=tokens.key,
@@ -454,12 +458,10 @@ class Insertion:
             value_stride=tokens.places[2],
             table_stride=singles.table_place,
             values_stride=num_places,
-            AT_ONCE=self._at_once if drafts else 1,
             TILE=tile,
             CELL_TILE=min(tile, 512),
             # With fewer elements than threads all warps load a rank that one of them rewrites.
             num_warps=max(min(tile // 32, 8 if tile > 1024 else 4), 1),
-            **(self._slots if drafts else self._no_slots),
         )
 
 
