@@ -323,57 +323,67 @@ def _undo(
         tl.store(score + word, old, mask=inside)
 
 
-def undo(
-    undone: torch.Tensor,
-    table: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    token: torch.Tensor | None,
-    versions: torch.Tensor,
-    saved: Saved,
-) -> None:
-    """Restore requests as they were before their first rejected drafts.
+class DraftUndo:
+    """Restores requests as they were before their first rejected drafts.
 
     Args:
-        undone: int32 ``[R, 4]``: a request's first rejected place, the number of rejected drafts,
-            the slots in use before the first, and a number that is not read.
-        table: int32 ``[R, P]``.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None if not stored.
         versions: ``Pages`` view.
     """
-    num_rows, (num_sets, page) = len(undone), rank.shape[1:]
-    most, num_heads, row_size = _check_versions(versions, rank), kv.shape[1], kv.shape[3]
-    assert undone.dtype == table.dtype == torch.int32 and undone.is_contiguous()
-    assert undone.shape[1] == UNDONE_COLUMNS and len(table) >= num_rows and table.stride(1) == 1
-    check_saved(saved, kv, rank)
-    if num_rows == 0:
-        return
-    heads = num_heads // num_sets
-    _undo[(num_rows, num_sets)](
-        undone=undone,
-        table=table,
-        kv=kv,
-        rank=rank,
-        born=born,
-        score=score.view(torch.int32),
-        token=token,
-        versions=versions,
-        **slot_arguments(saved),
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        MOST=most,
-        NUM_SETS=num_sets,
-        HEADS=heads,
-        ROW=row_size,
-        AT_ONCE=heads_at_once(heads, row_size),
-        PAGE=page,
-        TILE=1024,
-        UNIT=kv.shape[2] // page,
-        num_warps=4,
-    )
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor | None,
+        versions: torch.Tensor,
+        saved: Saved,
+    ) -> None:
+        (self._num_sets, page), heads, row_size = rank.shape[1:], kv.shape[1], kv.shape[3]
+        check_saved(saved, kv, rank)
+        self._launch = Launcher(
+            _undo,
+            kv=kv,
+            rank=rank,
+            born=born,
+            score=score.view(torch.int32),
+            token=token,
+            versions=versions,
+            **slot_arguments(saved),
+            page_stride=kv.stride(0),
+            word_stride=rank.stride(0),
+            MOST=_check_versions(versions, rank),
+            NUM_SETS=self._num_sets,
+            HEADS=heads // self._num_sets,
+            ROW=row_size,
+            AT_ONCE=heads_at_once(heads // self._num_sets, row_size),
+            PAGE=page,
+            TILE=1024,
+            UNIT=kv.shape[2] // page,
+            num_warps=4,
+        )
+
+    def __call__(self, undone: torch.Tensor, table: torch.Tensor) -> None:
+        """Launch.
+
+        Args:
+            undone: int32 ``[R, 4]``: a request's first rejected place, the number of rejected
+                drafts, the slots in use before the first, and a number that is not read.
+            table: int32 ``[R, P]``.
+        """
+        num_rows = len(undone)
+        assert undone.dtype == table.dtype == torch.int32 and undone.is_contiguous()
+        assert undone.shape[1] == UNDONE_COLUMNS and len(table) >= num_rows and table.stride(1) == 1
+        if num_rows:
+            self._launch(
+                (num_rows, self._num_sets, 1),
+                variant_of(undone, table),
+                undone=undone,
+                table=table,
+                table_stride=table.stride(0),
+            )
 
 
 def check_saved(saved: Saved, kv: torch.Tensor, rank: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from tests.kernels.random_pool import (
 )
 from tests.kernels.unit_checks import unit_rules_of
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.drafts import Saved, VersionSaver, undo
+from vllm_cascade.kernels.triton.drafts import DraftUndo, Saved, VersionSaver
 from vllm_cascade.kernels.triton.insert import insert
 
 MOST = 3
@@ -56,7 +56,7 @@ class Pool:
 
 
 def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> float:
-    """``VersionSaver``, ``insert`` and ``undo`` of a batch in which some tokens are drafts."""
+    """``VersionSaver``, ``insert`` and ``DraftUndo`` of a batch in which some tokens are drafts."""
     cache, steps = make_cache(case)
     if case.unit > 1:
         _, more = unit_rules_of(case, steps, cache, variant)
@@ -96,13 +96,8 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
     undone[:-1, 2] = steps[drafts, columns.OLD_SLOTS]
     table = torch.cat([cache.table[drafts], torch.zeros_like(cache.table[:1])])
     dundone, dtable = on(device, undone, table)
-    undo(
-        undone=dundone,
-        table=dtable,
-        **ours.cache.views(),
-        versions=ours.versions,
-        saved=ours.saved,
-    )
+    undo = DraftUndo(**ours.cache.views(), versions=ours.versions, saved=ours.saved)
+    undo(dundone, dtable)
     for row in range(num_rows):
         expected = cache if row in drafts else plain.cache
         _check_row(case, ours.cache, expected, row, int(steps[row, columns.OLD_SLOTS]))

@@ -11,7 +11,7 @@ from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
-from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, VersionSaver, undo
+from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, DraftUndo, Saved, VersionSaver
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
@@ -281,7 +281,7 @@ class Layer:
             **self.rows,
         )
         undone = _meta(shape.batch, UNDONE_COLUMNS, dtype=i32)
-        undo(undone=undone, table=self.table, **own, versions=versions, saved=saved)
+        DraftUndo(**own, versions=versions, saved=saved)(undone, self.table)
 
     def prefill(self) -> None:
         """All launches of one stride, and of a chunk."""

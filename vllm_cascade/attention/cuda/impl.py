@@ -52,8 +52,7 @@ from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
-from vllm_cascade.kernels.triton.drafts import Saved, VersionSaver
-from vllm_cascade.kernels.triton.drafts import undo as undo_drafts
+from vllm_cascade.kernels.triton.drafts import DraftUndo, Saved, VersionSaver
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import Insertion
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
@@ -124,6 +123,7 @@ class TritonKVPolicyImpl(SharingImpl):
     _stored: Codes | None = None
     recall: LayerRings | None = None
     _saved: Saved | None = None
+    _undo: DraftUndo | None = None
     _held: torch.Tensor | None = None
     _repeater: Repeater | None = None
 
@@ -188,11 +188,12 @@ class TritonKVPolicyImpl(SharingImpl):
         self._repeater = make_repeater()  # the kernels are made again
         own = Journal(self._pages, most_requests)
         self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
+        words = _words(self._pages, "kv", *TRACE_WORDS, "versions")
+        self._undo = DraftUndo(**words, saved=self._saved)
 
     def undo(self, undone: Undone) -> None:
-        assert self._pages is not None and self._saved is not None, "keep_drafts comes first"
-        words = _words(self._pages, "kv", *TRACE_WORDS, "versions")
-        undo_drafts(undone=undone.rows, table=undone.table, **words, saved=self._saved)
+        assert self._undo is not None, "keep_drafts comes first"
+        self._undo(undone.rows, undone.table)
         self._forget(undone)
 
     def prepare(
