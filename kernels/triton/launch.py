@@ -10,6 +10,7 @@ before, the kernel that Triton chose then is launched directly, unless this vers
 unknown here. What a layer launches can be noted, and repeated for other layers (``repeat.py``).
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
@@ -28,6 +29,7 @@ Variant = int | tuple[int, ...]
 Launched = tuple["Launcher", tuple[int, int, int], Variant, dict[str, Any]]
 """A launcher, and what it was called with."""
 _numbers: dict[tuple[Any, ...], int] = {}
+_launchers = itertools.count()
 _notes: list[Launched] | None = None
 
 
@@ -60,7 +62,7 @@ class Launcher:
     """Launches one kernel of one layer.
 
     Attributes:
-        repeated: what ``repeat.py`` makes of compiled kernels, by variant.
+        number: its own.
 
     Args:
         kernel: a ``triton.jit`` function.
@@ -71,7 +73,7 @@ class Launcher:
         self._kernel, self.fixed = kernel, fixed
         self._ready: dict[Variant, tuple[Any, Callable[[Any], tuple[Any, ...]]]] = {}
         self._values = tuple(fixed.values())
-        self.repeated: dict[Variant, Any] = {}
+        self.number = next(_launchers)
 
     @property
     def name(self) -> str:

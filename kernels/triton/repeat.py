@@ -6,14 +6,14 @@ arguments; only a layer's constants and its new rows differ. So the first layer'
 (``launch.noted``), and each other layer's follow in one call of C (``repeat.cpp``), which takes the
 host about as long as Python takes for one launch.
 
-A layer repeats only launches like those that it has made itself in an earlier step, after the first
-layer's: then its own kernels are known, and it was compared that all other arguments were the same.
+A layer repeats a launch once it has made the like itself in an earlier step, after the first layer:
+then its own kernel is known, and it was compared that all arguments but the layer's were the same.
 Callers note launches only where nothing else than ``Launcher`` uses the device.
 """
 
 import ctypes
-import itertools
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from triton.runtime.driver import driver
 
-from vllm_cascade.kernels.cpp.build import build
+from vllm_cascade.kernels.cpp.build import BuildError, build
 
 from .launch import Launched, Launcher, Variant, profiled
 from .strides import Tokens
@@ -34,10 +34,9 @@ MOST_ARGUMENTS = 96  # as in repeat.cpp
 SOURCE = Path(__file__).with_name("repeat.cpp")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared")
 DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-MOST_PATTERNS = 256
-"""Kinds of steps that a layer can repeat at once. There are about as many as kinds of batches."""
-MOST_LAUNCHES = 1024
-"""Of a layer that is repeated; a prompt has four for each stride."""
+
+
+_kinds: dict[tuple[int, Variant], int] = {}
 
 
 class Rows(NamedTuple):
@@ -57,8 +56,8 @@ class Launches:
 
     Attributes:
         launched: the launches, in their order, with ``Rows`` instead of the layer's.
-        rows: ``Tokens.variant`` of these.
-        pattern: says which kernels, and what they are compiled for; equal for equal ones only.
+        kinds: a number for each one's launcher and variant.
+        rows: ``Tokens.variant`` of the layer's rows.
     """
 
     def __init__(self, launched: Sequence[Launched], tokens: Tokens) -> None:
@@ -67,17 +66,18 @@ class Launches:
         for launcher, grid, variant, own in launched:
             moved = {name: _row(own[name], begin) for name, begin in begins.items() if name in own}
             self.launched.append((launcher, grid, variant, own | moved))
-        kernels = [(launcher.name, variant) for launcher, _, variant, _ in launched]
-        self.pattern = _number((self.rows, *kernels))
-        self._packed: tuple[np.ndarray, ...] | None = None
+        kinds = ((launcher.number, variant) for launcher, _, variant, _ in launched)
+        self.kinds = [_kinds.setdefault(kind, len(_kinds)) for kind in kinds]
+        self._packed: list[np.ndarray] = []
+        self._addresses: tuple[int, ...] = ()
 
-    def packed(self, kernels: "Sequence[Kernel]") -> tuple[np.ndarray, ...]:
-        """Grids, the step's arguments and their bases, as repeat.cpp takes them; made once.
+    def packed(self, kernels: "Sequence[Kernel]") -> tuple[int, ...]:
+        """Where grids, the step's arguments and their bases are, as repeat.cpp takes them.
 
         Args:
             kernels: of any layer that repeats these launches.
         """
-        if self._packed is None:
+        if not self._packed:
             grids: list[int] = []
             values: list[int] = []
             bases: list[int] = []
@@ -92,8 +92,9 @@ class Launches:
                     values.append(value)
                     bases.append(base)
             arrays = (grids, np.uint32), (values, np.int64), (bases, np.uint8)
-            self._packed = tuple(np.array(numbers, dtype=kind) for numbers, kind in arrays)
-        return self._packed
+            self._packed = [np.array(numbers, dtype=kind) for numbers, kind in arrays]
+            self._addresses = tuple(one.ctypes.data for one in self._packed)
+        return self._addresses
 
 
 def addresses(tokens: Tokens) -> dict[str, int]:
@@ -110,31 +111,19 @@ def _row(value: Any, begin: int) -> Any:
     return Rows(value.data_ptr() - begin, value.shape, value.stride())
 
 
-_patterns: dict[tuple[Any, ...], int] = {}
-_numbers = itertools.count()
-
-
-def _number(pattern: tuple[Any, ...]) -> int:
-    """A number for a pattern. One that has not been seen for long gets another number."""
-    found = _patterns.pop(pattern, None)
-    _patterns[pattern] = number = next(_numbers) if found is None else found
-    if len(_patterns) > MOST_PATTERNS:
-        del _patterns[next(iter(_patterns))]
-    return number
-
-
 class Repeater:
     """Launches for one layer what another of the step has launched.
 
     Attributes:
         number: how often any layer has done so in this process.
-        known: how to, by pattern; None: launches of the pattern differed.
+        known: what launches the layer's kernel, by the kind of the other layer's launch; None: they
+            differ.
     """
 
     number: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self.known: dict[int, Callable[[Launches, Tokens], None] | None] = {}
+        self.known: dict[int, Kernel | Launcher | None] = {}
 
     def __call__(self, first: Launches, tokens: Tokens) -> bool:
         """Launch with the layer's ``tokens``.
@@ -145,29 +134,31 @@ class Repeater:
         Returns:
             False: nothing was launched, because the layer has not launched the like yet.
         """
-        repeat = self.known.get(first.pattern)
-        if repeat is None or tokens.variant != first.rows or profiled():
+        known = self.known
+        kernels: list[Any] = [known.get(kind) for kind in first.kinds]
+        if None in kernels or not kernels or tokens.variant != first.rows or profiled():
             return False
-        repeat(first, tokens)
+        if isinstance(kernels[0], Launcher):
+            _interpret(kernels, first, tokens)
+        else:
+            _repeat(kernels, first, tokens)
         Repeater.number += 1
         return True
 
     def learn(self, own: Launches, first: Launches) -> None:
-        """Be able to repeat launches like ``first`` if the layer's ``own`` were the same."""
-        if own.rows != first.rows or first.pattern in self.known:
+        """Be able to repeat launches like ``first``, where the layer's ``own`` are the same."""
+        if own.rows != first.rows or len(own.launched) != len(first.launched):
             return
-        if len(self.known) >= MOST_PATTERNS:
-            self.known.pop(next(iter(self.known)))
-        few = len(own.launched) <= MOST_LAUNCHES
-        self.known[first.pattern] = _repeat(own) if few and _are_same(own, first) else None
+        for kind, mine, theirs in zip(first.kinds, own.launched, first.launched, strict=True):
+            if kind not in self.known:
+                self.known[kind] = _repeating(mine) if _are_same(mine, theirs) else None
 
 
-def _are_same(own: Launches, first: Launches) -> bool:
-    """Whether launches of two layers differ in nothing but the layers' constants and rows."""
-    return own.pattern == first.pattern and all(
-        mine[1] == theirs[1] and _described(mine) == _described(theirs)
-        for mine, theirs in zip(own.launched, first.launched, strict=True)
-    )
+def _are_same(own: Launched, first: Launched) -> bool:
+    """Whether two layers' launches differ in nothing but the layers' constants and rows."""
+    kernels = (own[0].name, *own[1:3]), (first[0].name, *first[1:3])
+    same = kernels[0] == kernels[1] and _described(own) == _described(first)
+    return same and _taken(own) == _taken(first)
 
 
 def _described(launched: Launched) -> list[tuple[str, Any]]:
@@ -178,28 +169,19 @@ def _described(launched: Launched) -> list[tuple[str, Any]]:
     ]
 
 
-def _repeat(own: Launches) -> Callable[[Launches, Tokens], None] | None:
-    """How to repeat a layer's launches; None: not at all."""
-    launchers = [launcher for launcher, *_ in own.launched]
-    if all(launcher.is_interpreted for launcher in launchers):
-        return _Interpreted(launchers)
-    if library() is None:
-        return None
-    kernels = [_kernel_of(launcher, variant, own) for launcher, _, variant, own in own.launched]
-    found = [kernel for kernel in kernels if kernel is not None]
-    return _Native(found) if len(found) == len(kernels) else None
+def _taken(launched: Launched) -> list[str]:
+    """Names of the step's arguments that a compiled kernel takes, in the order of the call."""
+    launcher, _, variant, own = launched
+    compiled = launcher.chosen(variant)
+    types = {} if compiled is None else compiled.src.signature
+    return [name for name in own if types.get(name, "constexpr") != "constexpr"]
 
 
-class _Interpreted:
-    """Repeats kernels that Triton's interpreter runs, as C would on a card."""
-
-    def __init__(self, launchers: Sequence[Launcher]) -> None:
-        self._launchers = launchers
-
-    def __call__(self, first: Launches, tokens: Tokens) -> None:
-        for launcher, (_, grid, variant, own) in zip(self._launchers, first.launched, strict=True):
-            moved = {name: _of_layer(name, value, tokens) for name, value in own.items()}
-            launcher(grid, variant, **moved)
+def _interpret(launchers: Sequence[Launcher], first: Launches, tokens: Tokens) -> None:
+    """Repeat kernels that Triton's interpreter runs, as C would on a card."""
+    for launcher, (_, grid, variant, own) in zip(launchers, first.launched, strict=True):
+        moved = {name: _of_layer(name, value, tokens) for name, value in own.items()}
+        launcher(grid, variant, **moved)
 
 
 def _of_layer(name: str, value: Any, tokens: Tokens) -> Any:
@@ -233,16 +215,13 @@ class Kernel:
 
     Attributes:
         names: of the step's arguments that the kernel takes, in the order of calls.
-        bound: what C is given.
-
-    Args:
-        own: names of the step's arguments, in the order of calls.
+        address: of what C is given.
     """
 
-    def __init__(self, launcher: Launcher, compiled: Any, own: Sequence[str]) -> None:
+    def __init__(self, launcher: Launcher, compiled: Any, names: list[str]) -> None:
         types = {x: kind for x, kind in compiled.src.signature.items() if kind != "constexpr"}
         order = list(types)
-        self.names = [name for name in own if name in types]
+        self.names = names
         # Two more: Triton's scratch memory, which these kernels have not.
         self._arguments = np.zeros(len(order) + 2, dtype=np.uint64)
         assert len(self._arguments) <= MOST_ARGUMENTS, order
@@ -251,7 +230,7 @@ class Kernel:
                 self._arguments[place] = _word(launcher.fixed[name], types[name])
         self._places = np.array([order.index(name) for name in self.names], dtype=np.int32)
         self._layer = launcher.fixed  # keeps tensors alive
-        self.bound = _Bound(
+        self._bound = _Bound(
             compiled.function,
             self._arguments.ctypes.data,
             self._places.ctypes.data,
@@ -260,15 +239,16 @@ class Kernel:
             32 * compiled.metadata.num_warps,
             compiled.metadata.shared,
         )
+        self.address = ctypes.addressof(self._bound)
 
 
-def _kernel_of(launcher: Launcher, variant: Variant, own: dict[str, Any]) -> Kernel | None:
-    """A launcher's kernel, made once; None if it cannot be launched as here."""
-    if variant not in launcher.repeated:
-        compiled = launcher.chosen(variant)
-        found = Kernel(launcher, compiled, list(own)) if _is_plain(compiled) else None
-        launcher.repeated[variant] = found
-    return launcher.repeated[variant]
+def _repeating(own: Launched) -> Kernel | Launcher | None:
+    """What repeats a layer's launch; None if it cannot be repeated."""
+    launcher, _, variant, _ = own
+    if launcher.is_interpreted:
+        return launcher
+    compiled = launcher.chosen(variant)
+    return Kernel(launcher, compiled, _taken(own)) if _is_plain(compiled) else None
 
 
 def _is_plain(compiled: Any) -> bool:
@@ -294,6 +274,8 @@ def _word(value: Any, kind: str) -> int:
 
 def _on_device(address: int) -> int:
     """Where kernels find what the host finds at an address; pinned memory may be elsewhere."""
+    if address == 0:  # of a tensor without elements
+        return 0
     found, cuda = ctypes.c_uint64(), ctypes.CDLL("libcuda.so.1")
     error = cuda.cuPointerGetAttribute(
         ctypes.byref(found), DEVICE_POINTER, ctypes.c_uint64(address)
@@ -303,43 +285,47 @@ def _on_device(address: int) -> int:
     return found.value
 
 
-class _Native:
-    """Repeats compiled kernels."""
-
-    def __init__(self, kernels: Sequence[Kernel]) -> None:
-        self._kernels, self._num = kernels, sum(len(kernel.names) for kernel in kernels)
-        bound = [ctypes.addressof(kernel.bound) for kernel in kernels]
-        self._bound = (ctypes.c_void_p * len(bound))(*bound)
-
-    def __call__(self, first: Launches, tokens: Tokens) -> None:
-        launch = library()
-        assert launch is not None, "there is one where compiled kernels are repeated"
-        active: Any = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        grids, values, bases = first.packed(self._kernels)
-        assert len(values) == self._num, "kernels are specialised alike"
-        rows = (ctypes.c_uint64 * 5)(0, *addresses(tokens).values())
-        arrays = grids.ctypes.data, values.ctypes.data, bases.ctypes.data
-        error = launch(stream, len(self._kernels), self._bound, *arrays, rows)
-        if error:
-            raise RuntimeError(f"a layer's launches failed: CUDA error {error}")
+def _repeat(kernels: Sequence[Kernel], first: Launches, tokens: Tokens) -> None:
+    """Launch compiled kernels."""
+    launch = library()
+    assert launch is not None, "there is one where kernels are compiled"
+    active: Any = driver.active
+    stream = active.get_current_stream(active.get_current_device())
+    grids, values, bases = first.packed(kernels)
+    bound = array("Q", [kernel.address for kernel in kernels])
+    rows = array("Q", (0, *addresses(tokens).values()))
+    told = bound.buffer_info()[0], grids, values, bases, rows.buffer_info()[0]
+    error = launch(stream, len(kernels), *told)
+    if error:
+        raise RuntimeError(f"a layer's launches failed: CUDA error {error}")
 
 
-@lru_cache(maxsize=1)
 def library() -> Callable[..., int] | None:
     """``repeat_launches`` without its first argument; None on machines without CUDA's driver.
 
-    The first call compiles it.
+    The first call in a process compiles it.
 
     Raises:
-        BuildError: it cannot be compiled.
+        BuildError: it cannot be compiled, or not be loaded.
     """
+    launch, reason = _load()
+    if reason:
+        raise BuildError(reason)
+    return launch
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[Callable[..., int] | None, str]:
+    """The library, or why there is none."""
     try:
         launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
     except (OSError, AttributeError):
-        return None
-    repeat = ctypes.CDLL(str(build(None, "launches", SOURCE, FLAGS))).repeat_launches
+        return None, ""
+    try:
+        repeat = ctypes.CDLL(str(build(None, "launches", SOURCE, FLAGS))).repeat_launches
+    except (BuildError, OSError) as error:  # a folder whose files cannot be executed
+        return None, str(error)
     pointer = ctypes.c_void_p
     repeat.argtypes = [pointer, pointer, ctypes.c_int, *[pointer] * 5]
     repeat.restype = ctypes.c_int
-    return partial(repeat, ctypes.cast(launch, pointer))
+    return partial(repeat, ctypes.cast(launch, pointer)), ""

@@ -200,7 +200,7 @@ def test_rows_out_of_order_are_gathered() -> None:
     assert Repeater.number == before
 
 
-def test_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_layers_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(repeats.SWITCH, "c")
     with pytest.raises(KVPolicyError, match=f"{repeats.SWITCH}=c: set it to python, or not at all"):
         repeats.make_repeater()
@@ -208,6 +208,10 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     assert repeats.make_repeater() is None
     monkeypatch.delenv(repeats.SWITCH)
     assert repeats.make_repeater() is not None
+    with monkeypatch.context() as unknown:  # a version of Triton whose kernels we do not launch
+        unknown.setattr(repeats, "DIRECT", False)
+        unknown.setattr(repeats.knobs.runtime, "interpret", False)
+        assert repeats.make_repeater() is None
 
     def fails() -> None:
         raise BuildError("no C++ compiler")

@@ -150,14 +150,12 @@ def test_repeated_launches_are_checked(name: str, monkeypatch: pytest.MonkeyPatc
     one = Check(resolve(POLICIES[name]), SHAPE, CUDAKVPolicyBackend, CPU, runs)
     first = list(one._compare(next(one.steps())))
     assert Repeater.number > before and not any(row.failure for row in first)
-    plain = repeat._Interpreted.__call__
+    plain = repeat._interpret
 
-    def forgets(self: Any, launches: Any, tokens: Any) -> None:
-        self._launchers = self._launchers[:-1]
-        launches.launched = launches.launched[:-1]
-        plain(self, launches, tokens)
+    def forgets(launchers: Any, launches: Any, tokens: Any) -> None:
+        plain(launchers[:-1], SimpleNamespace(launched=launches.launched[:-1]), tokens)
 
-    monkeypatch.setattr(repeat._Interpreted, "__call__", forgets)
+    monkeypatch.setattr(repeat, "_interpret", forgets)
     with pytest.raises(Mismatch, match=f"bytes of another run differ .*{SWITCH}=python avoids"):
         Check(resolve(POLICIES[name]), SHAPE, CUDAKVPolicyBackend, CPU, runs).run()
 
@@ -602,10 +600,10 @@ def test_a_cards_verdict_holds_for_its_driver(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(devices, "import_pynvml", lambda: nvml)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv(SWITCH, "python")
     facts = DEVICES["cuda"].facts()
     assert facts | {"cuda": None} == {
-        "card": "A card", "capability": [9, 0], "driver": "580.1", "cuda": None, "launches": None,
+        "card": "A card", "capability": [9, 0], "driver": "580.1", "cuda": None, "repeats": False,
     }  # fmt: skip
     assert calls == ["init", "shutdown"]
 

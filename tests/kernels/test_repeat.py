@@ -2,6 +2,7 @@
 """Launches that are noted in one layer and repeated for another, with a kernel of one line."""
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_cascade.kernels.cpp.build import build
+from vllm_cascade.kernels.cpp.build import BuildError, build
 from vllm_cascade.kernels.triton import repeat
 from vllm_cascade.kernels.triton.launch import Launcher, noted
 from vllm_cascade.kernels.triton.repeat import Launches, Repeater
@@ -111,9 +112,26 @@ def test_launches_of_another_kind_are_not_repeated(
         own = Launches(launched[:1], other.tokens)
     other.repeater.learn(own, done)
     assert not other.repeater(done, other.tokens)
-    if differs != "rows":  # and is not compared again
+    if differs not in ("rows", "kernels"):  # and is not compared again
         other.repeater.learn(other.run(shared, 2, 2), done)
         assert not other.repeater(done, other.tokens)
+
+
+def test_known_launches_in_another_order(layers: tuple[Layer, Layer]) -> None:
+    """As many as a step has; one of a variant that is not known is launched by the layer."""
+    first, other = layers
+    shared = torch.ones(4)
+    other.repeater.learn(other.run(shared, 2), first.run(shared, 2))
+    own = {"key": first.key, "output": first.output, "shared": shared}
+    for variants in ([0], [0, 0, 0], [0, 1]):
+        with noted() as launched:
+            for factor, variant in enumerate(variants):
+                first.launch((3, 1, 1), variant, **own, factor=factor)
+        done, known = Launches(launched, first.tokens), 1 not in variants
+        other.output.zero_()
+        assert other.repeater(done, other.tokens) == known
+        expected = other.expected(shared, len(variants) - 2)
+        torch.testing.assert_close(other.output, expected if known else 0 * expected)
 
 
 def test_rows_of_another_kind_later(layers: tuple[Layer, Layer]) -> None:
@@ -135,6 +153,52 @@ def test_only_a_context_notes(layers: tuple[Layer, Layer]) -> None:
         first.run(torch.ones(4), 1)
     first.launch((3, 1, 1), 0, **own)
     assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        (-2, "i32", b"\xfe\xff\xff\xff"),
+        (1 << 40, "i64", b"\0\0\0\0\0\1\0\0"),
+        (True, "i1", b"\1"),
+        (0.5, "fp32", b"\0\0\0\x3f"),
+        (torch.empty(0), "*fp32", b"\0" * 8),
+    ],
+)
+def test_arguments_are_bytes(value: Any, kind: str, expected: bytes) -> None:
+    """The driver reads as many as the type has."""
+    word = repeat._word(value, kind).to_bytes(8, "little")
+    assert word[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["compiler", "folder"])
+def test_a_library_that_cannot_be_is_tried_once(
+    loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler, or from a folder whose files cannot be executed; the driver is there."""
+    tried: list[str] = []
+
+    def made(*_: Any) -> str:
+        tried.append("build")
+        if not loads:
+            raise BuildError("no C++ compiler")
+        return "launches.so"
+
+    def load(name: str) -> Any:
+        if name == "libcuda.so.1":
+            return SimpleNamespace(cuLaunchKernel=None)
+        raise OSError(f"{name}: failed to map segment")
+
+    monkeypatch.setattr(repeat, "build", made)
+    monkeypatch.setattr(repeat.ctypes, "CDLL", load)
+    repeat._load.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(BuildError, match="failed to map" if loads else "no C.. compiler"):
+                repeat.library()
+    finally:
+        repeat._load.cache_clear()
+    assert tried == ["build"]
 
 
 # --- the C function -------------------------------------------------------------------------------

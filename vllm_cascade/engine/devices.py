@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices that policies run on, and the contract that each of them fulfils."""
 
-import os
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_cascade.attention.cuda import SWITCH
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.refusals import REFUSALS, Refusal
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
@@ -264,13 +262,15 @@ class CUDA(Device):
         return current_platform.is_cuda()
 
     def facts(self) -> dict[str, Any]:
+        from vllm_cascade.attention.cuda.repeats import make_repeater  # imports Triton's kernels
+
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return {
             "card": properties.name,
             "capability": [properties.major, properties.minor],
             "driver": driver_version(),
             "cuda": torch.version.cuda,
-            "launches": os.environ.get(SWITCH),
+            "repeats": make_repeater() is not None,
         }
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:

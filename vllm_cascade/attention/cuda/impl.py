@@ -252,7 +252,7 @@ class TritonKVPolicyImpl(SharingImpl):
         if self.run_shared(name, metadata, new):
             return
         tokens = Tokens(*new, logit_scale=metadata.logit_scale)
-        which = self.num_heads, self.head_size
+        which = self.num_heads, self.head_size, tokens.variant
         repeater, first = self._repeater_now(new.query.device), metadata.launched.get(which)
         alone = not self._decides_with_others
         if repeater is None or (first is None and not only_launches(metadata, alone)):

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -144,8 +144,8 @@ class TritonMetadata(AttentionMetadata):
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         positions: int64, the tokens' positions in layers with a window; None if positions follow
             from the number of cached tokens.
-        launched: what the first layer launched, by number and size of its query heads; other layers
-            repeat it.
+        launched: what the first layer launched, by number and size of its query heads and variant
+            of its rows; other layers repeat it.
 
     The last five are for vLLM's layers of multi-head latent attention.
     """
@@ -156,7 +156,7 @@ class TritonMetadata(AttentionMetadata):
     rules: torch.Tensor
     logit_scale: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    launched: dict[tuple[int, int], Launches] = field(default_factory=dict)
+    launched: dict[tuple[Any, ...], Launches] = field(default_factory=dict)
     num_actual_tokens: int = 0
     num_prefills: int = 0
     num_decodes: int = 0

@@ -3,9 +3,12 @@
 
 import os
 
+from triton import knobs
+
 from vllm_cascade.attention.cuda import SWITCH
 from vllm_cascade.attention.cuda.metadata import TritonMetadata
 from vllm_cascade.kernels.cpp.build import BuildError
+from vllm_cascade.kernels.triton.launch import DIRECT
 from vllm_cascade.kernels.triton.repeat import Repeater, library
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
@@ -22,6 +25,8 @@ def make_repeater() -> Repeater | None:
         return None
     if wanted is not None:
         raise KVPolicyError(f"{SWITCH}={wanted}: set it to python, or not at all")
+    if not (DIRECT or knobs.runtime.interpret):
+        return None
     try:
         library()
     except BuildError as error:
