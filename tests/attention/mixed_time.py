@@ -13,7 +13,6 @@ C++ and are not here; its Triton backend is what can be compared.
 """
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -37,7 +36,6 @@ from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.cache.spec import KVPolicySpec
-from vllm_cascade.kernels.triton import launch, repeat
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.log import UnitShape
@@ -70,17 +68,9 @@ class Side:
     layers: dict[str, Any]
     writes_apart: bool = False
 
-    def step(
-        self, build: Callable[[], Any] | None = None, apart: bool = False
-    ) -> Callable[[], None]:
-        """One step on the host: the metadata, then all layers.
-
-        Args:
-            apart: whether each layer's rows are in memory of their own.
-        """
-        build = build or self.build
-        rows = [_new_rows() for _ in range(len(self.layers) if apart else 1)]
-        rows *= len(self.layers) // len(rows)
+    def step(self) -> Callable[[], None]:
+        """One step on the host: the metadata, then all layers."""
+        query, key, value, output = _new_rows()
         slots = torch.zeros(TOKENS, dtype=torch.int64)
         names = {name: attention._encode_layer_name(name) for name in self.layers}
         slot_mapping = dict.fromkeys(self.layers, slots)
@@ -88,10 +78,10 @@ class Side:
         attend = torch.ops.vllm.unified_attention_with_output
 
         def run() -> None:
-            metadata = dict.fromkeys(self.layers, build())
+            metadata = dict.fromkeys(self.layers, self.build())
             context = ForwardContext(self.layers, metadata, slot_mapping)
             with override_forward_context(context):
-                for encoded, (query, key, value, output) in zip(names.values(), rows, strict=True):
+                for encoded in names.values():
                     written = write(key, value, encoded) if self.writes_apart else None
                     attend(query, key, value, output, encoded, kv_cache_dummy_dep=written)
 
@@ -144,12 +134,8 @@ def stock(evicts: bool) -> Side:
     return Side(lambda: builder.build(0, common), layers, writes_apart=True)
 
 
-def ours(settings: dict[str, Any], *steps: bool) -> Side:
-    """Our CUDA backend under a policy; each layer has two pages, which nothing reads.
-
-    Args:
-        steps: whether they evict; plans are of each in turn.
-    """
+def ours(settings: dict[str, Any], evicts: bool) -> Side:
+    """Our CUDA backend under a policy; each layer has two pages, which nothing reads."""
     policy = resolve({"recall": 0, **settings, "budget": BUDGET})
     spec = KVPolicySpec.from_full(FULL, policy)
     limits = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256)
@@ -179,11 +165,10 @@ def ours(settings: dict[str, Any], *steps: bool) -> Side:
             impl.recall_from(rings, i % 2, policy.recall_queries)
         layers[f"layers.{i}"] = SimpleNamespace(impl=impl, kv_cache=pool, layer_name=f"layers.{i}")
     table = torch.ones(ROWS + 1, -(-policy.capacity // BLOCK), dtype=torch.int32)
-    each = [steps_at(evicts) for evicts in steps]
-    turn = itertools.cycle([(step[0], step_of(*step, table)) for step in each])
+    step = steps_at(evicts)
+    common, firsts = step_of(*step, table), step[0]
 
     def build() -> Any:
-        firsts, common = next(turn)
         if rings is not None:  # as before the step
             rings.end[:] = spec.schedule.evicted(np.asarray(firsts))
             rings.shown[:] = spec.schedule.recalled(np.asarray(firsts))
@@ -207,50 +192,6 @@ def milliseconds(*runs: Callable[[], Any], trials: int) -> list[float]:
     return [statistics.median(own) for own in times]
 
 
-def differing(settings: dict[str, Any]) -> list[str]:
-    """Kernels that were launched otherwise than Triton would have: in steps that grow caches and
-    steps that evict, by layers that call Triton's kernels directly, and by layers that repeat."""
-    side, found = ours(settings, False, True), []
-    side.layers = dict(list(side.layers.items())[:3])
-    for _ in range(4):
-        metadata = side.build()
-        run = side.step(lambda made=metadata: made, apart=True)
-        run()  # the first launches of a kind are Triton's
-        wanted = _by_triton(run)
-        assert wanted
-        metadata.launched.clear()
-        for _ in range(3):  # the third time the first layer repeats itself
-            before = repeat.Repeater.number
-            given = no_card.launched_by(run)
-            assert repeat.Repeater.number > before, "no layer repeats"
-            assert len(given) == len(wanted)
-            found += [str(y) for x, y in zip(given, wanted, strict=True) if x != y]
-        found += _unnoticed(run)
-    return found
-
-
-def _unnoticed(run: Callable[[], None]) -> list[str]:
-    """Whether an error of the driver is not raised by a layer that repeats."""
-    no_card.library().fail(700)
-    try:
-        run()
-    except RuntimeError as error:
-        return [] if "CUDA error 700" in str(error) else [str(error)]
-    finally:
-        no_card.library().fail(0)
-    return ["an error of the driver"]
-
-
-def _by_triton(run: Callable[[], None]) -> list[tuple[Any, ...]]:
-    """What the driver is given if Triton binds all arguments."""
-    profiled = launch.profiled
-    launch.profiled = repeat.profiled = lambda: True
-    try:
-        return no_card.launched_by(run)
-    finally:
-        launch.profiled = repeat.profiled = profiled
-
-
 def measure(settings: dict[str, Any], evicts: bool, trials: int = 40) -> dict[str, float]:
     """Milliseconds of a step and launches of a layer, ours and stock's."""
     sides = ours(settings, evicts), stock(evicts)
@@ -270,16 +211,9 @@ def measure(settings: dict[str, Any], evicts: bool, trials: int = 40) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=40)
-    parser.add_argument("--check", action="store_true", help="compare launches with Triton's")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.check:
-        for name in args.policies:
-            with torch.inference_mode():
-                assert not (found := differing(POLICIES[name])), (name, found[:3])
-            print(f"{name}: all launches are what Triton's would be")
-        return
     print(
         f"one thread; {ROWS} requests decode, one reads {CHUNK} tokens; {LAYERS} layers, budget "
         f"{BUDGET}; ms of the host a step, of that the plan; launches a layer"

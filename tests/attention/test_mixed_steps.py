@@ -7,6 +7,7 @@ the host time in each of a model's layers. Counts do not depend on the machine's
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -194,9 +195,10 @@ def test_launches_are_triton_s() -> None:
     that C repeats."""
     unset = "TRITON_INTERPRET", SWITCH
     environment = {key: value for key, value in os.environ.items() if key not in unset}
-    command = [sys.executable, "-m", "tests.attention.mixed_time", "--check"]
+    command = [sys.executable, "-m", "tests.attention.launch_bytes"]
     found = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.count("all launches are what Triton's would be") == 4
+    cases, repeated = (int(word) for word in re.findall(r"\d+", found.stdout)[:2])
+    assert cases > 80 and repeated > 50 * cases

@@ -55,7 +55,7 @@ class Model:
     """Layers of one shape with their own pages, which are planned once a step."""
 
     def __init__(self, shape: Shape, settings: dict[str, Any], drafts: int = 0) -> None:
-        settings = {**settings, "prefill_stride": 8}
+        settings = {"prefill_stride": 8, **settings}
         made = [PagedLayer(shape, settings, PAGES, drafts) for _ in range(LAYERS)]
         self.shape, self.layers, self.builder = shape, made, made[0].builder
         if drafts:

@@ -142,7 +142,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             },
         ),
         "assign": (
-            assign.assign,
+            _assign,
             {
                 "given": torch.rand(2),
                 "ranks": torch.tensor([3, 0]).int(),
@@ -164,6 +164,10 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             },
         ),
     }
+
+
+def _assign(rank: torch.Tensor, score: torch.Tensor, unit: int, **step: torch.Tensor) -> None:
+    assign.Assignment(rank, score, unit)(**step)
 
 
 WRITES: dict[str, tuple[str, ...]] = {

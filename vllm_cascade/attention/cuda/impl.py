@@ -271,9 +271,11 @@ class TritonKVPolicyImpl(SharingImpl):
     def _repeater_now(self, device: torch.device) -> Repeater | None:
         """What repeats other layers' launches, unless this layer does more than launch."""
         recall = self.recall
+        if self._pages is None or _is_captured(device):  # the pool, or the launches, are kept
+            return None
         watched = self.recorder is not None or (recall is not None and recall.judged is not None)
         exchanges = recall is not None and self._decides_with_others
-        return None if watched or exchanges or _is_captured(device) else self._repeater
+        return None if watched or exchanges else self._repeater
 
     def _run_waves(
         self, name: str, pages: Pages, metadata: TritonMetadata, new: NewTokens, tokens: Tokens
