@@ -169,7 +169,9 @@ def test_what_else_a_layer_does_is_not_left_out(monkeypatch: pytest.MonkeyPatch)
     for case, model in cases.items():
         monkeypatch.setattr(impl, "_is_captured", lambda _, now=case == "capture": now)
         for seed in range(3):
-            model.run(model.plan([seed] * 2, [1, 1]), 2, seed)
+            metadata = model.plan([seed] * 2, [1, 1])
+            model.run(metadata, 2, seed)
+            assert not metadata.launched, f"{case}: launches are noted"
         assert Repeater.number == before, case
 
 
@@ -196,7 +198,9 @@ def test_rows_out_of_order_are_gathered() -> None:
     before = Repeater.number
     for seed in range(3):
         step = step_of([seed, 8 * seed, seed], [1, 8, 1], [False, True, False], table)
-        model.run(model.builder.build(0, step), 10, seed)
+        metadata = model.builder.build(0, step)
+        model.run(metadata, 10, seed)
+        assert not metadata.launched
     assert Repeater.number == before
 
 
