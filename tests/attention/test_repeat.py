@@ -159,7 +159,9 @@ def test_what_else_a_layer_does_is_not_left_out(monkeypatch: pytest.MonkeyPatch)
         "trace": Model(Shape(), CASCADE),
         "capture": Model(Shape(), CASCADE),
         "ranks": Model(Shape(), CASCADE),
-        "ranks that recall": Model(*POLICIES["recall"]),
+        "ranks that recall": Model(
+            Shape(), {"name": "sink", "budget": 16, "unit": 4, "recall": 2, "recall_store": 24}
+        ),
     }
     for layer in cases["trace"].layers:
         layer.impl.recorder = Recorder()
