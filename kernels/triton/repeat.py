@@ -229,7 +229,7 @@ class Kernel:
             if name in launcher.fixed:
                 self._arguments[place] = _word(launcher.fixed[name], types[name])
         self._places = np.array([order.index(name) for name in self.names], dtype=np.int32)
-        self._layer = launcher.fixed  # keeps tensors alive
+        self._kept = launcher.fixed, compiled  # alive
         self._bound = _Bound(
             compiled.function,
             self._arguments.ctypes.data,

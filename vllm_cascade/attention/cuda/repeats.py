@@ -25,10 +25,11 @@ def make_repeater() -> Repeater | None:
         return None
     if wanted is not None:
         raise KVPolicyError(f"{SWITCH}={wanted}: set it to python, or not at all")
-    if not (DIRECT or knobs.runtime.interpret):
+    interpreted = knobs.runtime.interpret
+    if not (DIRECT or interpreted):
         return None
     try:
-        library()
+        found = library()
     except BuildError as error:
         logger.warning_once(
             "Steps outside CUDA graphs take the host longer, because launches are not repeated in "
@@ -36,7 +37,7 @@ def make_repeater() -> Repeater | None:
             str(error),
         )
         return None
-    return Repeater()
+    return Repeater() if interpreted or found is not None else None
 
 
 def only_launches(metadata: TritonMetadata, alone: bool) -> bool:
