@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .launch import Launcher, variant_of
 from .salted import own_scores
-from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, slot_tile
+from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, grid_of_places, slot_tile
 
 
 @triton.jit
@@ -92,10 +92,9 @@ class Assignment:
         assert min(len(given), len(ranks)) >= num_rows, (given.shape, ranks.shape)
         if num_rows == 0:
             return
-        num_places = table.shape[1] * self._page
-        tile = min(1024, triton.next_power_of_2(num_places))
+        grid, tile = grid_of_places(num_rows, self._num_sets, table.shape[1] * self._page)
         self._launch(
-            (num_rows, self._num_sets, triton.cdiv(num_places, tile)),
+            grid,
             variant_of(given, ranks, table, steps, table_stride, tile),
             given=given,
             ranks=ranks,

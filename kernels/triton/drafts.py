@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher, variant_of
-from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, load_rows, padded, slot_tile, store_rows
+from .tiles import (
+    OLD_SLOTS,
+    STEP,
+    STREAM,
+    check_steps,
+    grid_of_places,
+    load_rows,
+    padded,
+    slot_tile,
+    store_rows,
+)
 
 UNDONE_COLUMNS = 4
 UNDONE = tl.constexpr(UNDONE_COLUMNS)
@@ -241,10 +251,9 @@ class VersionSaver:
         assert saves.dtype == torch.int32 and saves.is_contiguous() and len(saves) >= num_rows
         if num_rows == 0:
             return
-        num_places = table.shape[1] * self._page
-        tile = min(1024, triton.next_power_of_2(num_places))
+        grid, tile = grid_of_places(num_rows, self._num_sets, table.shape[1] * self._page)
         self._launch(
-            (num_rows, self._num_sets, triton.cdiv(num_places, tile)),
+            grid,
             variant_of(saves, table, steps, table_stride, tile),
             saves=saves,
             table=table,

@@ -364,3 +364,11 @@ def tile_offsets(first, PAGE: tl.constexpr, TILE: tl.constexpr):
     else:
         offset = (first + tl.arange(0, TILE)) % PAGE
     return offset
+
+
+def grid_of_places(
+    num_rows: int, num_sets: int, num_places: int
+) -> tuple[tuple[int, int, int], int]:
+    """A grid of programs for each request, head set and tile of its places, and a tile's places."""
+    tile = min(1024, triton.next_power_of_2(num_places))
+    return (num_rows, num_sets, triton.cdiv(num_places, tile)), tile
