@@ -7,11 +7,14 @@ import re
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from vllm_cascade.engine.request_bodies import KVKeysMiddleware, wrong_place
 
 Message = dict[str, Any]
+GONE = {"type": "http.disconnect"}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_the_endpoint_decides() -> None:
     assert inside and sent[0]["status"] == 200
     body = b'{"vllm_xargs": {"kv_budget": 64}}'
     inside, sent = converse(parts(body, 1000), path=SCORING)
-    assert not inside and sent[0]["status"] == 400
+    assert inside == [GONE] * len(inside) and sent[0]["status"] == 400 and len(sent) == 2
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def parts(body: bytes, size: int) -> list[Message]:
 def test_a_refusal(size: int) -> None:
     """However the body comes in."""
     inside, sent = converse(parts(b'{"prompt": "x", "kv_budget": 64}', size))
-    assert not inside and sent[0]["status"] == 400
+    assert inside == [GONE] * len(inside) and sent[0]["status"] == 400 and len(sent) == 2
     error = json.loads(sent[1]["body"])["error"]
     assert error["param"] == "kv_budget" and error["code"] == 400
 
@@ -171,3 +174,48 @@ def test_a_client_that_leaves_in_the_middle() -> None:
     messages.append({"type": "http.disconnect"})
     inside, _ = converse(messages)
     assert inside == messages
+
+
+def test_who_has_no_api_key_is_not_listened_to() -> None:
+    """vLLM checks the key inside of this middleware, without reading the body."""
+    read: list[int] = []
+
+    async def app(scope: Message, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+
+    async def receive() -> Message:
+        read.append(1)
+        return {"type": "http.request", "body": b'{"kv_budget": 64}', "more_body": False}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    scope["headers"] = [(b"content-type", b"application/json")]
+    asyncio.run(KVKeysMiddleware(app)(scope, receive, send))
+    assert not read and [message["status"] for message in sent] == [401]
+
+
+@pytest.mark.parametrize("path", ["/parsed", "/raw", "/logged"])
+def test_an_application_answers_once(path: str) -> None:
+    """A refused request has one answer, however its endpoint reads bodies; others are theirs."""
+    app = FastAPI()
+
+    @app.post("/parsed")
+    @app.post("/logged")
+    def parsed(body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    @app.post("/raw")
+    async def raw(request: Request) -> Any:
+        return await request.json()
+
+    if path == "/logged":  # as vLLM's option that logs responses
+        app.middleware("http")(lambda request, following: following(request))
+    app.add_middleware(KVKeysMiddleware)
+    client = TestClient(app)
+    refused = client.post(path, json={"kv_budget": 64})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_budget"
+    assert client.post(path, json={"prompt": "x"}).json() == {"prompt": "x"}

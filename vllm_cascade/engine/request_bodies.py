@@ -8,8 +8,11 @@ endpoints another object or none.
 
 import json
 import re
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -100,23 +103,56 @@ def _correction(key: str, value: Any, place: tuple[str, ...] | None) -> str:
 
 
 class KVKeysMiddleware:
-    """Answers HTTP 400 to misplaced or invalid keys; forwards all other requests unchanged."""
+    """Answers HTTP 400 to misplaced or invalid keys; forwards all other requests unchanged.
+
+    vLLM puts it around its own middleware, also around the check of API keys. So a body is read
+    only when the application asks for it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_json(scope):
+        if scope["type"] == "http" and scope["method"] == "POST" and _is_json(scope):
+            await _Exchange(scope, receive, send).run(self.app)
+        else:
             await self.app(scope, receive, send)
-            return
-        messages = await _all_of(receive)
-        found = wrong_place(_suspicious(messages), scope["path"])
-        if found is None:
-            await self.app(scope, _replay(messages, receive), send)
-            return
-        key, message = found
+
+
+class _Exchange:
+    """One request. After a refusal the application is told that the client has gone."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._messages: deque[Message] | None = None
+        self._refused = False
+
+    async def run(self, app: ASGIApp) -> None:
+        try:
+            await app(self._scope, self._read, self._answer)
+        except ClientDisconnect:
+            if not self._refused:
+                raise
+
+    async def _read(self) -> Message:
+        if self._messages is None:
+            self._messages = deque(await _all_of(self._receive))
+            found = wrong_place(_suspicious(self._messages), self._scope["path"])
+            if found is not None:
+                self._refused = True
+                await self._refuse(*found)
+        if self._refused:
+            return {"type": "http.disconnect"}
+        return self._messages.popleft() if self._messages else await self._receive()
+
+    async def _answer(self, message: Message) -> None:
+        if not self._refused:
+            await self._send(message)
+
+    async def _refuse(self, key: str, message: str) -> None:
         error = {"message": message, "type": "BadRequestError", "param": key, "code": 400}
-        await JSONResponse({"error": error}, status_code=400)(scope, receive, send)
+        response = JSONResponse({"error": error}, status_code=400)
+        await response(self._scope, self._receive, self._send)
 
 
 def _is_json(scope: Scope) -> bool:
@@ -132,7 +168,7 @@ async def _all_of(receive: Receive) -> list[Message]:
     return messages
 
 
-def _suspicious(messages: list[Message]) -> Any:
+def _suspicious(messages: Iterable[Message]) -> Any:
     """The parsed body if it mentions a suspect key; None if it does not or is not valid JSON."""
     body = b"".join(message.get("body", b"") for message in messages)
     if not _SUSPECT.search(body):
@@ -141,14 +177,3 @@ def _suspicious(messages: list[Message]) -> Any:
         return json.loads(body)
     except ValueError:
         return None  # vLLM reports the error
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """A ``receive`` that returns ``messages`` first, then continues with ``receive``."""
-    waiting = iter(messages)
-
-    async def replayed() -> Message:
-        message = next(waiting, None)
-        return await receive() if message is None else message
-
-    return replayed
