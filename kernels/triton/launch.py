@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,24 @@ Launched = tuple["Launcher", tuple[int, int, int], Variant, dict[str, Any]]
 """A launcher, and what it was called with."""
 _numbers: dict[tuple[Any, ...], int] = {}
 _launchers = itertools.count()
-_notes: list[Launched] | None = None
+
+
+class Between(NamedTuple):
+    """What a layer does between launches without a ``Launcher``, such as an exchange of ranks.
+
+    Attributes:
+        function: of a module; it leaves results in its arguments.
+        given: its arguments, the same in all layers.
+    """
+
+    function: Callable[..., None]
+    given: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        self.function(*self.given)
+
+
+_notes: list[Launched | Between] | None = None
 
 
 def variant_of(*values: Any) -> int:
@@ -46,9 +63,21 @@ def variant_of(*values: Any) -> int:
     return _numbers.setdefault(said, len(_numbers))
 
 
+def between(function: Callable[..., None], *given: Any) -> None:
+    """Call a function as ``Between`` says, and note it among the launches."""
+    note(function, *given)
+    function(*given)
+
+
+def note(function: Callable[..., None], *given: Any) -> None:
+    """Note what other layers do where this one has done the same otherwise."""
+    if _notes is not None:
+        _notes.append(Between(function, given))
+
+
 @contextmanager
-def noted() -> Iterator[list[Launched]]:
-    """Yields a list to which all launches are added, in this context and not in others."""
+def noted() -> Iterator[list[Launched | Between]]:
+    """Yields a list to which all launches and ``between`` are added, in this context only."""
     global _notes
     assert _notes is None, "launches are noted already"
     _notes = []

@@ -8,7 +8,7 @@ host about as long as Python takes for one launch.
 
 A layer repeats a launch once it has made the like itself in an earlier step, after the first layer:
 then its own kernel is known, and it was compared that all arguments but the layer's were the same.
-Callers note launches only where nothing else than ``Launcher`` uses the device.
+Callers note launches only where nothing but ``Launcher`` and ``between`` uses the device.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,7 +26,7 @@ from triton.runtime.driver import driver
 
 from vllm_cascade.kernels.cpp.build import BuildError, build
 
-from .launch import Launched, Launcher, Variant, profiled
+from .launch import Between, Launched, Launcher, Variant, profiled
 from .strides import Tokens
 
 ROWS = ("query", "key", "value", "output")
@@ -55,19 +56,37 @@ class Launches:
     """What a layer launched in a step. Its rows are not kept in memory.
 
     Attributes:
-        launched: the launches, in their order, with ``Rows`` instead of the layer's.
+        parts: in their order; those that launch one after another are one.
+        launched: all launches, with ``Rows`` instead of the layer's.
         kinds: a number for each one's launcher and variant.
         rows: ``Tokens.variant`` of the layer's rows.
     """
 
-    def __init__(self, launched: Sequence[Launched], tokens: Tokens) -> None:
+    def __init__(self, noted: Sequence[Launched | Between], tokens: Tokens) -> None:
         begins, self.rows = addresses(tokens), tokens.variant
+        self.parts: list[Part | Between] = []
         self.launched: list[Launched] = []
-        for launcher, grid, variant, own in launched:
+        part: Part | None = None
+        for one in noted:
+            if isinstance(one, Between):
+                self.parts.append(one)
+                part = None
+                continue
+            if part is None:
+                self.parts.append(part := Part())
+            launcher, grid, variant, own = one
             moved = {name: _row(own[name], begin) for name, begin in begins.items() if name in own}
-            self.launched.append((launcher, grid, variant, own | moved))
-        kinds = ((launcher.number, variant) for launcher, _, variant, _ in launched)
+            part.launched.append((launcher, grid, variant, own | moved))
+            self.launched.append(part.launched[-1])
+        kinds = ((launcher.number, variant) for launcher, _, variant, _ in self.launched)
         self.kinds = [_kinds.setdefault(kind, len(_kinds)) for kind in kinds]
+
+
+class Part:
+    """Launches with nothing between them."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
         self._packed: list[np.ndarray] = []
         self._addresses: tuple[int, ...] = ()
 
@@ -138,20 +157,32 @@ class Repeater:
         kernels: list[Any] = [known.get(kind) for kind in first.kinds]
         if None in kernels or not kernels or tokens.variant != first.rows or profiled():
             return False
-        if isinstance(kernels[0], Launcher):
-            _interpret(kernels, first, tokens)
-        else:
-            _repeat(kernels, first, tokens)
+        run, known_ones = _interpret if isinstance(kernels[0], Launcher) else _repeat, iter(kernels)
+        for part in first.parts:
+            if isinstance(part, Between):
+                part()
+            else:
+                run(list(islice(known_ones, len(part.launched))), part, tokens)
         Repeater.number += 1
         return True
 
     def learn(self, own: Launches, first: Launches) -> None:
         """Be able to repeat launches like ``first``, where the layer's ``own`` are the same."""
-        if own.rows != first.rows or len(own.launched) != len(first.launched):
+        if own.rows != first.rows or _order(own) != _order(first):
             return
         for kind, mine, theirs in zip(first.kinds, own.launched, first.launched, strict=True):
             if kind not in self.known:
                 self.known[kind] = _repeating(mine) if _are_same(mine, theirs) else None
+
+
+def _order(launches: Launches) -> list[Any]:
+    """How many launches come between what else is done, and what that is."""
+    return [
+        [part.function, *map(_comparable, part.given)]
+        if isinstance(part, Between)
+        else len(part.launched)
+        for part in launches.parts
+    ]
 
 
 def _are_same(own: Launched, first: Launched) -> bool:
@@ -163,10 +194,13 @@ def _are_same(own: Launched, first: Launched) -> bool:
 
 def _described(launched: Launched) -> list[tuple[str, Any]]:
     """A launch's arguments, as what can be compared."""
-    return [
-        (name, (x.data_ptr(), x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x)
-        for name, x in launched[3].items()
-    ]
+    return [(name, _comparable(value)) for name, value in launched[3].items()]
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    return value
 
 
 def _taken(launched: Launched) -> list[str]:
@@ -177,7 +211,7 @@ def _taken(launched: Launched) -> list[str]:
     return [name for name in own if types.get(name, "constexpr") != "constexpr"]
 
 
-def _interpret(launchers: Sequence[Launcher], first: Launches, tokens: Tokens) -> None:
+def _interpret(launchers: Sequence[Launcher], first: Part, tokens: Tokens) -> None:
     """Repeat kernels that Triton's interpreter runs, as C would on a card."""
     for launcher, (_, grid, variant, own) in zip(launchers, first.launched, strict=True):
         moved = {name: _of_layer(name, value, tokens) for name, value in own.items()}
@@ -285,7 +319,7 @@ def _on_device(address: int) -> int:
     return found.value
 
 
-def _repeat(kernels: Sequence[Kernel], first: Launches, tokens: Tokens) -> None:
+def _repeat(kernels: Sequence[Kernel], first: Part, tokens: Tokens) -> None:
     """Launch compiled kernels."""
     launch = library()
     assert launch is not None, "there is one where kernels are compiled"

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher
+from .singles import Singles
 from .tiles import (
     CACHED,
     DECAY,
@@ -243,90 +245,22 @@ def update(
         fp32 ``[B, S]``: the new tokens' scores, which are those of the units that they open, if
         they do; not written in rows that are padding.
     """
-    new_score = lse.new_empty(lse.shape[0], rank.shape[1])
-    _launch(logits, own, lse, None, rank, score, table, steps, new_score, reduction, unit)
-    return new_score
-
-
-def head_masses(
-    logits: torch.Tensor,
-    own: torch.Tensor,
-    lse: torch.Tensor,
-    rank: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    reduction: str,
-    unit: int = 1,
-) -> torch.Tensor:
-    """What ``update`` would make scores of, of one tensor-parallel rank's heads and one head set.
-
-    Args:
-        logits, own, lse, rank, table, steps, unit: as for ``update``.
-        reduction: ``mean`` or ``max``: ranks' results are put together by the same.
-
-    Returns:
-        fp32 ``[B, N + 1]`` probabilities by slot, or by unit of slots, and the new token's at the
-        end; anything in rows that are padding and in slots that are not in use.
-    """
-    assert reduction in ("mean", "max") and rank.shape[1] == 1, (reduction, rank.shape)
-    masses = lse.new_empty(lse.shape[0], table.shape[1] * rank.shape[2] + 1)
-    _launch(logits, own, lse, masses, rank, None, table, steps, None, reduction, unit)
-    return masses
-
-
-def update_from(
-    masses: torch.Tensor,
-    rank: torch.Tensor,
-    score: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    unit: int = 1,
-) -> torch.Tensor:
-    """``update`` with what ``head_masses`` gave, put together over all ranks."""
-    new_score = masses.new_empty(masses.shape[0], 1)
-    _launch(None, None, None, masses, rank, score, table, steps, new_score, "mean", unit)
-    return new_score
-
-
-def _tile_of(heads: int) -> int:
-    """Slots of a program that reduces so many heads."""
-    return 64 if heads > 8 else 128
-
-
-def _launch(
-    logits: torch.Tensor | None,
-    own: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    masses: torch.Tensor | None,
-    rank: torch.Tensor,
-    score: torch.Tensor | None,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    new_score: torch.Tensor | None,
-    reduction: str,
-    unit: int,
-) -> None:
     check_steps(steps, table)
     assert reduction in REDUCTIONS, reduction
-    num_rows, (num_sets, page) = len(steps), rank.shape[1:]
+    assert logits.is_contiguous() and own.is_contiguous() and lse.is_contiguous()
+    (num_rows, num_queries, num_logits), (num_sets, page) = logits.shape, rank.shape[1:]
     num_places = table.shape[1] * page
-    num_queries, num_logits = num_sets, num_places
-    if logits is not None:
-        assert own is not None and lse is not None
-        assert logits.is_contiguous() and own.is_contiguous() and lse.is_contiguous()
-        num_rows, num_queries, num_logits = logits.shape
-        assert num_queries % num_sets == 0 and num_logits % num_places == 0, logits.shape
-    if masses is not None:
-        assert masses.is_contiguous() and masses.shape[1] == num_places + 1, masses.shape
+    assert num_queries % num_sets == 0 and num_logits % num_places == 0, logits.shape
+    new_score = lse.new_empty(num_rows, num_sets)
     if num_rows == 0:
-        return
+        return new_score
     heads = num_queries // num_sets
     tile = _tile_of(heads)
     _update[(num_rows, num_sets, triton.cdiv(num_places, tile))](
         logits=logits,
         own=own,
         lse=lse,
-        masses=masses,
+        masses=None,
         rank=rank,
         score=score,
         table=table,
@@ -342,6 +276,116 @@ def _launch(
         TILE=tile,
         UNIT=unit,
         PARTS=num_logits // num_places,
-        LEAVES=score is None,
+        LEAVES=False,
         num_warps=4,
     )
+    return new_score
+
+
+class HeadMasses:
+    """What ``update`` would make scores of, of one tensor-parallel rank's heads and one head set.
+
+    Args:
+        rank: a ``Pages`` view.
+        num_queries: query heads of the rank.
+        reduction: ``mean`` or ``max``: ranks' results are put together by the same.
+        unit: slots that share one rank and score.
+    """
+
+    def __init__(self, rank: torch.Tensor, num_queries: int, reduction: str, unit: int = 1) -> None:
+        assert reduction in ("mean", "max") and rank.shape[1] == 1, (reduction, rank.shape)
+        self._page = rank.shape[2]
+        self._tile = _tile_of(num_queries)
+        self._launch = Launcher(
+            _update,
+            rank=rank,
+            score=None,
+            new_score=None,
+            word_stride=rank.stride(0),
+            NUM_QUERIES=num_queries,
+            HEADS=num_queries,
+            REDUCTION=reduction,
+            PAGE=self._page,
+            TILE=self._tile,
+            UNIT=unit,
+            LEAVES=True,
+            num_warps=4,
+        )
+
+    def __call__(self, singles: Singles) -> None:
+        """Write ``masses`` from ``logits``, ``own`` and ``lse``."""
+        places = _places(singles, self._page)
+        if singles.num_rows == 0:
+            return
+        self._launch(
+            (singles.num_rows, 1, -(-places // self._tile)),
+            singles.variant,
+            logits=singles.logits,
+            own=singles.own,
+            lse=singles.lse,
+            masses=singles.masses,
+            table=singles.table,
+            steps=singles.steps,
+            table_stride=singles.table_place,
+            logits_stride=singles.num_masses,
+            PARTS=singles.num_masses // places,
+        )
+
+
+class MassScores:
+    """``update`` with what ``HeadMasses`` wrote, put together over all ranks.
+
+    Args:
+        rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.
+        unit: slots that share one rank and score.
+    """
+
+    def __init__(self, rank: torch.Tensor, score: torch.Tensor, unit: int = 1) -> None:
+        assert rank.shape[1] == 1, rank.shape
+        self._page, self._tile = rank.shape[2], _tile_of(1)
+        self._launch = Launcher(
+            _update,
+            logits=None,
+            own=None,
+            lse=None,
+            rank=rank,
+            score=score,
+            word_stride=rank.stride(0),
+            NUM_QUERIES=1,
+            HEADS=1,
+            REDUCTION="mean",
+            PAGE=self._page,
+            TILE=self._tile,
+            UNIT=unit,
+            PARTS=1,
+            LEAVES=False,
+            num_warps=4,
+        )
+
+    def __call__(self, singles: Singles) -> None:
+        """Write ``score`` and ``new_score`` from ``masses``."""
+        places = _places(singles, self._page)
+        if singles.num_rows == 0:
+            return
+        self._launch(
+            (singles.num_rows, 1, -(-places // self._tile)),
+            singles.variant,
+            masses=singles.masses,
+            table=singles.table,
+            steps=singles.steps,
+            new_score=singles.new_score,
+            table_stride=singles.table_place,
+            logits_stride=places,
+        )
+
+
+def _places(singles: Singles, page: int) -> int:
+    """Slots, or units of slots, of a block table's pages."""
+    places, masses = singles.num_pages * page, singles.masses
+    assert masses is not None and masses.shape[1] == places + 1, (masses, places)
+    return places
+
+
+def _tile_of(heads: int) -> int:
+    """Slots of a program that reduces so many heads."""
+    return 64 if heads > 8 else 128

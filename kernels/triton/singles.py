@@ -30,6 +30,9 @@ class Singles:
         lse: fp32 ``[B, Hq]``, log-sum-exps over all keys and sinks.
         logits, own: fp32 ``[B, Hq, masses]`` and ``[B, Hq]``, raw logits of cached and new tokens
             (``attend.masses_of``); empty without scores by attention.
+        masses: fp32 ``[B, N + 1]``, probabilities of slots, or of units of slots, and the new
+            token's at the end (``scores.HeadMasses``); anything in rows that are padding and in
+            slots that are not in use. None unless tensor-parallel ranks put them together.
         new_score: fp32 ``[B, S]``, scores of the new tokens, or of the units they open.
         cells: fp32 ``[B, S, N]``, scratch of rules of cells; of one number without them.
         logit_scale: fp32 ``[>= B]``, factors on the logits, or None.
@@ -46,6 +49,7 @@ class Singles:
     lse: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     own: torch.Tensor | None = None
+    masses: torch.Tensor | None = None
     new_score: torch.Tensor | None = None
     cells: torch.Tensor | None = None
     logit_scale: torch.Tensor | None = None
@@ -56,7 +60,8 @@ class Singles:
         check_steps(self.steps, self.table)
         self.num_rows, self.num_pages = len(self.steps), self.table.shape[1]
         self.table_place = self.table.stride(0)
-        made = self.partial, self.partial_lse, self.lse, self.logits, self.own, self.cells
+        own = self.logits, self.own, self.masses, self.cells
+        made = self.partial, self.partial_lse, self.lse, *own
         for one in (*made, self.new_score):
             assert one is None or one.is_contiguous(), one.stride()
         self.splits = 1 if self.partial is None else self.partial.shape[2]

@@ -21,10 +21,18 @@ from tests.attention import no_card
 no_card.pretend()
 
 import torch
+import vllm.distributed
 
 from tests.attention import test_paged
 from tests.attention.test_paged import CASES, IN_UNITS, UNIT_CASES, Shape
-from tests.attention.test_repeat import LAYERS, POLICIES, Model
+from tests.attention.test_repeat import (
+    LAYERS,
+    OVER_RANKS,
+    POLICIES,
+    Model,
+    decide_together,
+    with_its_heads,
+)
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.repeats import only_launches
@@ -36,7 +44,8 @@ OTHERS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "fp8": (Shape(cache_dtype="fp8", dtype=torch.bfloat16), IN_UNITS),
     "llama": (LLAMA, POLICIES["recall"][1]),
 }
-ALL = CASES | UNIT_CASES | POLICIES | OTHERS
+RANKS = {f"{name} over ranks": case for name, case in OVER_RANKS.items()}
+ALL = CASES | UNIT_CASES | POLICIES | OTHERS | RANKS
 
 
 def new_rows(shape: Shape, num: int) -> tuple[torch.Tensor, ...]:
@@ -66,9 +75,11 @@ def differing(name: str, drafts: int, number: int) -> tuple[list[str], int]:
     """Launches that are not Triton's, and how many layers have repeated any."""
     shape, settings = ALL[name]
     model, found, before = Model(shape, settings, drafts), [], repeat.Repeater.number
+    if name in RANKS:
+        decide_together(model)
     for firsts, lengths, prompts in steps(number, drafts, len(name)):
         metadata = model.plan(firsts, lengths, prompts)
-        if not only_launches(metadata, alone=True):
+        if not only_launches(metadata, alone=name not in RANKS):
             continue
         rows = [new_rows(shape, sum(lengths)) for _ in model.layers]
 
@@ -117,6 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     test_paged.CPUKVPolicyImpl, test_paged.CPUBuilder = TritonKVPolicyImpl, CUDABuilder
+    vllm.distributed.tensor_model_parallel_all_gather = with_its_heads
     repeated = 0
     with torch.inference_mode():
         for name in ALL:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm.distributed
 
 from tests.attention import test_paged
 from tests.attention.steps import step_of
@@ -153,20 +154,17 @@ def test_drafts_are_saved_by_layers_that_repeat(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_else_a_layer_does_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strides in PyTorch, the trace, a capture, ranks that decide together: no layer repeats."""
+    """Strides in PyTorch, the trace, a capture, a median over ranks: no layer repeats."""
+    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_gather", with_its_heads)
     cases: dict[str, Model] = {
         "in PyTorch": Model(Shape(), {**DGC, "importance": "cluster"}),
         "trace": Model(Shape(), CASCADE),
         "capture": Model(Shape(), CASCADE),
-        "ranks": Model(Shape(), CASCADE),
-        "ranks that recall": Model(
-            Shape(), {"name": "sink", "budget": 16, "unit": 4, "recall": 2, "recall_store": 24}
-        ),
+        "median": Model(Shape(), {**H2O, "head_reduction": "median"}),
     }
     for layer in cases["trace"].layers:
         layer.impl.recorder = Recorder()
-    for case in ("ranks", "ranks that recall"):
-        decide_together(cases[case])
+    decide_together(cases["median"])
     before = Repeater.number
     for case, model in cases.items():
         monkeypatch.setattr(impl, "_is_captured", lambda _, now=case == "capture": now)
@@ -177,20 +175,75 @@ def test_what_else_a_layer_does_is_not_left_out(monkeypatch: pytest.MonkeyPatch)
         assert Repeater.number == before, case
 
 
-def test_ranks_that_exchange_no_scores_repeat() -> None:
-    model = Model(Shape(), {"name": "sink", "budget": 13})
-    decide_together(model)
-    before = Repeater.number
-    for seed in range(3):
-        model.run(model.plan([seed, 8 * seed], [1, 8]), 9, seed)
-    assert Repeater.number > before
+exchanged: list[str] = []
+"""How values were put together with another rank's, in order."""
+
+
+def with_another_rank(values: torch.Tensor, how: str) -> torch.Tensor:
+    exchanged.append(how)
+    theirs = torch.arange(values.numel()).sin().abs().view_as(values)
+    return (values + theirs) / 2 if how == "mean" else values.maximum(theirs)
+
+
+def with_its_heads(values: torch.Tensor, dim: int) -> torch.Tensor:
+    exchanged.append("gather")
+    return torch.cat([values, values.flip(dim)], dim)
 
 
 def decide_together(model: Model) -> None:
     """As on tensor-parallel ranks with one head set."""
+    together = {"over_ranks": with_another_rank, "gather_heads": with_its_heads}
     for layer in model.layers:
-        together = {"over_ranks": lambda x, _: x, "gather_heads": lambda x: x}
         layer.impl._layer = replace(layer.impl._layer, **together)
+        if layer.impl.recall is not None:
+            layer.impl.recall._layer = layer.impl._layer
+
+
+LARGE_UNITS = {"name": "cascade", "num_subcaches": 2, "cascade_base": 2, "budget": 128, "unit": 32}
+OVER_RANKS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "mean": POLICIES["cascade"],
+    "max": (Shape(group=4), {**IN_UNITS, "head_reduction": "max"}),
+    "no scores": POLICIES["sink"],
+    "recall": POLICIES["recall"],
+    "large units": (
+        Shape(block_size=64),
+        {**LARGE_UNITS, "head_reduction": "max", "prefill_stride": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("mean", "recall"))) for n in OVER_RANKS],
+)
+def test_ranks_that_decide_together_exchange_between_launches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many times, of the same values, as layers that launch themselves."""
+    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_gather", with_its_heads)
+    shape, settings = OVER_RANKS[name]
+    model, before, asked = Model(shape, settings), Repeater.number, []
+    with monkeypatch.context() as launching:
+        launching.setenv(repeats.SWITCH, "python")
+        plain = Model(shape, settings)
+    seen = np.zeros(2, dtype=int)
+    for each in (model, plain):
+        decide_together(each)
+    for seed, lengths in enumerate(STEPS):
+        firsts, seen = seen.tolist(), seen + lengths
+        outputs = []
+        for each in (model, plain):
+            exchanged.clear()
+            outputs.append(each.run(each.plan(firsts, lengths), sum(lengths), seed))
+            asked.append(list(exchanged))
+        assert asked[-2] == asked[-1], (firsts, lengths)
+        assert all(map(torch.equal, *outputs)), (firsts, lengths)
+        for layer, other in zip(model.layers, plain.layers, strict=True):
+            assert torch.equal(layer.pool, other.pool), (firsts, lengths)
+    assert Repeater.number - before >= 6
+    kinds = {how for step in asked for how in step}
+    wanted = {"mean": {"mean"}, "max": {"max"}, "no scores": set(), "recall": {"mean", "max"}}
+    assert kinds == wanted.get(name, {"max", "gather"})
 
 
 def test_rows_out_of_order_are_gathered() -> None:

@@ -60,11 +60,15 @@ def check(
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes(name: str) -> None:
-    """A text of which the end is decoded; then a prompt twice, the second from a snapshot."""
+    """A text of which the end is decoded; then a prompt twice, the second from a snapshot.
+
+    Where a process has both layers, the second one repeats the first one's launches.
+    """
     found = check(*CASES[name])
     assert found["cached"] == [0, 64]
     first, second = found["counters"]
     assert first["evicted_tokens"] == second["evicted_tokens"] > 30
+    assert (min(first["repeats"], second["repeats"]) > 20) == (CASES[name][1] is RANKS)
     if "recall" in CASES[name][0]:
         assert first["recalled_units"] > 2 < second["recalled_units"]
         assert first["stored_units"] == second["stored_units"] > 0, "the snapshots' units"

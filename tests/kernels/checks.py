@@ -51,7 +51,8 @@ from vllm_cascade.kernels.triton.schedule import (
     ScheduleTables,
     schedule,
 )
-from vllm_cascade.kernels.triton.scores import head_masses, update, update_from
+from vllm_cascade.kernels.triton.scores import HeadMasses, MassScores, update
+from vllm_cascade.kernels.triton.singles import Singles
 
 __all__ = [
     "NUM_RULES",
@@ -210,30 +211,19 @@ def _check_ranks(
         made: logits, the new tokens' own, and log-sum-exps.
     """
     case, num = ours.case, made[0].shape[1] // 2
+    where = {"steps": steps, "table": again.table}
+    masses = torch.empty(len(steps), again.table.shape[1] * again.rank.shape[2] + 1)
     ranks = []
     for half in (slice(0, num), slice(num, None)):
         logits, own, lse = (x[:, half].contiguous() for x in made)
-        masses = head_masses(
-            logits=logits,
-            own=own,
-            lse=lse,
-            rank=again.rank,
-            table=again.table,
-            steps=steps,
-            reduction=case.reduction,
-            unit=case.unit,
-        )
-        ranks.append(masses)
+        own_masses = masses.to(lse.device, copy=True)
+        one = Singles(**where, logits=logits, own=own, lse=lse, masses=own_masses)
+        HeadMasses(again.rank, num, case.reduction, case.unit)(one)
+        ranks.append(own_masses)
     both = torch.stack(ranks)
     masses = both.mean(0) if case.reduction == "mean" else both.amax(0)
-    new = update_from(
-        masses=masses,
-        rank=again.rank,
-        score=again.score,
-        table=again.table,
-        steps=steps,
-        unit=case.unit,
-    )
+    new = masses.new_empty(len(steps), 1)
+    MassScores(again.rank, again.score, case.unit)(Singles(**where, masses=masses, new_score=new))
     for row in real_rows(case):
         places = chronological(again.to("cpu"), row, steps[row].tolist())[0]
         scores = [cache.to("cpu").words("score", row).gather(1, places) for cache in (again, ours)]

@@ -22,6 +22,7 @@ from vllm_cascade.kernels.triton import (
     scores,
 )
 from vllm_cascade.kernels.triton.cached import CachedLayer
+from vllm_cascade.kernels.triton.singles import Singles
 
 CASE = Case(head_size=16, lengths=(9, 17))
 
@@ -52,7 +53,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
         "softcap": 0.0,
     }
     parts, parts_lse, logits, own = attend.attend(**decode, splits=2, keep_logits=True)
-    lse = torch.rand(10, 4)
+    lse, num_places = torch.rand(10, 4), cache.table.shape[1] * cache.rank.shape[2]
     made = {"logits": logits, "own": own, "lse": lse[:2], "reduction": "max", "unit": unit}
     rings = Rings(replace(CASE, unit=unit, lengths=lengths), 6)
     for tensor in rings.tensors:
@@ -130,14 +131,20 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
         "update": (scores.update, {**made, **scored}),
         "head_masses": (
-            scores.head_masses,
-            {**made, "rank": cache.rank, "table": cache.table, "steps": steps},
-        ),
-        "update_from": (
-            scores.update_from,
+            _head_masses,
             {
-                "masses": torch.rand(2, cache.table.shape[1] * cache.rank.shape[2] + 1),
+                **{name: made[name] for name in ("logits", "own", "lse")},
+                **{name: scored[name] for name in ("rank", "table", "steps")},
+                "masses": torch.zeros(2, num_places + 1),
+                "unit": unit,
+            },
+        ),
+        "mass_scores": (
+            _mass_scores,
+            {
                 **scored,
+                "masses": torch.rand(2, num_places + 1),
+                "new_score": torch.zeros(2, 1),
                 "unit": unit,
             },
         ),
@@ -170,11 +177,20 @@ def _assign(rank: torch.Tensor, score: torch.Tensor, unit: int, **step: torch.Te
     assign.Assignment(rank, score, unit)(**step)
 
 
+def _head_masses(rank: torch.Tensor, unit: int, **step: torch.Tensor) -> None:
+    scores.HeadMasses(rank, 4, "max", unit)(Singles(**step))
+
+
+def _mass_scores(rank: torch.Tensor, score: torch.Tensor, unit: int, **step: torch.Tensor) -> None:
+    scores.MassScores(rank, score, unit)(Singles(**step))
+
+
 WRITES: dict[str, tuple[str, ...]] = {
     "merge": ("output",),
     "merge_scored": ("output", "score"),
     "update": ("score",),
-    "update_from": ("score",),
+    "head_masses": ("masses",),
+    "mass_scores": ("score", "new_score"),
     "assign": ("score",),
     "insert": ("kv", "rank", "born", "score", "token"),
     "recall_units": ("kv", "rank", "born", "score", "token", "exchanged"),

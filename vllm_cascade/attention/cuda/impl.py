@@ -19,6 +19,7 @@ from vllm_cascade.attention.cuda.metadata import (
     PrefillRows,
     TritonMetadata,
 )
+from vllm_cascade.attention.cuda.ranks import all_heads, put_together, sums_of_all
 from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.cuda.repeats import make_repeater, only_launches
 from vllm_cascade.attention.cuda.workspace import (
@@ -63,7 +64,7 @@ from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.repeat import Launches, Repeater
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
-from vllm_cascade.kernels.triton.scores import head_masses, update, update_from
+from vllm_cascade.kernels.triton.scores import HeadMasses, MassScores, update
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
@@ -77,7 +78,10 @@ from vllm_cascade.step.inputs import Stride, Undone
 
 
 class SingleKernels(NamedTuple):
-    """The kernels of single tokens with what no step changes of a layer."""
+    """The kernels of single tokens with what no step changes of a layer.
+
+    ``rank_scores``: before and after tensor-parallel ranks put masses together, if they do.
+    """
 
     attention: DecodeAttention
     merge: Merge | ScoredMerge
@@ -85,6 +89,7 @@ class SingleKernels(NamedTuple):
     assignment: Assignment
     insertion: Insertion
     versions: VersionSaver | None
+    rank_scores: tuple[HeadMasses, MassScores] | None
     num_sets: int
 
 
@@ -175,7 +180,8 @@ class TritonKVPolicyImpl(SharingImpl):
         size = self.latent or self.head_size
         sets = kv_heads if policy.head_policy == "per_kv_head" else 1
         scored = slots if policy.uses_attention else 0
-        singles = worst_singles(num, heads, splits, size, scored, sets)
+        ranks = 1 if self._config is None else self._config.parallel_config.tensor_parallel_size
+        singles = worst_singles(num, heads, splits, size, scored, sets, ranks)
         strides = limits.max_num_batched_tokens // policy.prefill_stride + num
         chunks = worst_chunks(strides, query, kv_heads, slots, self.latent)
         recalled = worst_recall(policy, num, heads, sets, self.head_size)
@@ -274,8 +280,7 @@ class TritonKVPolicyImpl(SharingImpl):
         if self._pages is None or _is_captured(device):  # the pool, or the launches, are kept
             return None
         watched = self.recorder is not None or (recall is not None and recall.judged is not None)
-        exchanges = recall is not None and self._decides_with_others
-        return None if watched or exchanges else self._repeater
+        return None if watched else self._repeater
 
     def _run_waves(
         self, name: str, pages: Pages, metadata: TritonMetadata, new: NewTokens, tokens: Tokens
@@ -368,7 +373,12 @@ class TritonKVPolicyImpl(SharingImpl):
         )
         sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
         merge: Merge | ScoredMerge = (plain := Merge(num_queries, layer.value_size, sinks))
-        if scores and not self._decides_with_others:
+        rank_scores = None
+        if scores and self._decides_with_others:
+            if reduction != "median":
+                masses = HeadMasses(pages.rank, num_queries, reduction, pages.unit)
+                rank_scores = masses, MassScores(pages.rank, pages.score, pages.unit)
+        elif scores:
             words = {**_words(pages, "rank", "score"), "reduction": reduction, "unit": pages.unit}
             merge = ScoredMerge(num_queries, layer.value_size, sinks, **words)
         versions = None  # none before there are pages
@@ -383,6 +393,7 @@ class TritonKVPolicyImpl(SharingImpl):
             versions=versions,
             # Only policies with scores have rules of cells, and requests may bring their own.
             insertion=Insertion(layer, has_cells=scores, saved=self._saved),
+            rank_scores=rank_scores,
             num_sets=layer.num_sets,
         )
         new_rotation = None if self._layer is None else self._layer.rotation
@@ -429,7 +440,7 @@ class TritonKVPolicyImpl(SharingImpl):
         )
         if metadata.spec.policy.uses_attention:
             if self._decides_with_others:
-                singles = self._update(pages, singles, metadata.spec.policy.head_reduction)
+                singles = self._update(kernels, pages, metadata.spec.policy, singles)
         elif decode.given is not None:
             assert decode.scored is not None, "it comes with given"
             kernels.assignment(decode.given, decode.scored, decode.table, decode.steps)
@@ -518,6 +529,8 @@ class TritonKVPolicyImpl(SharingImpl):
         new_score = {"new_score": decode.no_scores}
         if metadata.spec.policy.uses_attention:
             found["new_score"], new_score = (num_rows, kernels.num_sets), {}
+            if kernels.rank_scores is not None:
+                found["masses"] = num_rows, num_pages * (pages.block_size // pages.unit) + 1
         shapes = {name: (shape, torch.float32) for name, shape in found.items()}
         captured = _is_captured(device)
         workspace = Workspace(device) if captured else workspace_of(device)
@@ -562,34 +575,31 @@ class TritonKVPolicyImpl(SharingImpl):
         """Whether tensor-parallel ranks share the heads of a set."""
         return self._layer is not None and self._layer.over_ranks is not None
 
-    def _update(self, pages: Pages, singles: Singles, reduction: str) -> Singles:
+    def _update(
+        self, kernels: SingleKernels, pages: Pages, policy: Policy, singles: Singles
+    ) -> Singles:
         """Scores in the pages, and the new tokens', over all tensor-parallel ranks."""
         assert self._layer is not None and self._layer.over_ranks is not None
-        logits, own, lse = singles.logits, singles.own, singles.lse
-        assert logits is not None and own is not None and lse is not None, "attention left them"
-        where: dict[str, Any] = {"table": singles.table, "steps": singles.steps}
-        words, unit = _words(pages, "rank", "score"), pages.unit
-        if reduction == "median":
-            logits, own, lse = self._all_ranks(logits, own, lse)
-            new_score = update(
-                logits=logits, own=own, lse=lse, **words, **where, reduction=reduction, unit=unit
-            )
-        else:
-            masses = head_masses(
-                logits=logits, own=own, lse=lse, rank=pages.rank, **where, reduction=reduction,
-                unit=unit,
-            )  # fmt: skip
-            masses = self._layer.over_ranks(masses, reduction)
-            new_score = update_from(masses=masses, **words, **where, unit=unit)
+        if kernels.rank_scores is not None:
+            masses, scores = kernels.rank_scores
+            masses(singles)
+            assert singles.masses is not None, "they were carved"
+            put_together(self._layer.over_ranks, policy.head_reduction, singles.masses)
+            scores(singles)
+            return singles
+        made = singles.logits, singles.own, singles.lse
+        logits, own, lse = (all_heads(one) for one in made if one is not None)
+        new_score = update(
+            logits=logits,
+            own=own,
+            lse=lse,
+            **_words(pages, "rank", "score"),
+            table=singles.table,
+            steps=singles.steps,
+            reduction=policy.head_reduction,
+            unit=pages.unit,
+        )
         return replace(singles, new_score=new_score)
-
-    def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
-        if self._layer is None or self._layer.gather_heads is None:
-            return list(tensors)
-        from vllm.distributed import tensor_model_parallel_all_gather
-
-        return [tensor_model_parallel_all_gather(x, dim=1).contiguous() for x in tensors]
 
     def _prefill(
         self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows, selects: bool
@@ -601,7 +611,10 @@ class TritonKVPolicyImpl(SharingImpl):
         strides = self._attend_strides(kernels, tokens, rows)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
-            strides = self._of_all_ranks(strides, kernels.reduction)
+            if self._layer is not None and self._layer.over_ranks is not None:
+                which, together = (self.num_heads, self.head_size), rows.together
+                told = self._layer.over_ranks, kernels.reduction, self.num_kv_heads
+                strides = together[which] = sums_of_all(strides, together.get(which), *told)
         if self.recall is not None and recalling is not None and rows.recalls.stores:
             self.recall.store(recalling, rows.recalls, tokens, kernels.choice(strides))
         kernels.insertion(tokens, strides)
@@ -662,23 +675,6 @@ class TritonKVPolicyImpl(SharingImpl):
             found = chunks.parts(workspace_of(tokens.query.device).carve(shapes)["gathered"])
             chunks.gathered[which] = found
         return found
-
-    def _of_all_ranks(self, strides: Strides, reduction: str) -> Strides:
-        """With ``column_sums`` of all tensor-parallel ranks, where those decide together.
-
-        Every rank reduces its heads before it sends them; a median needs all of them. ``sums``
-        become fp32 ``[R, heads, W * parts]``.
-        """
-        if self._layer is None or self._layer.over_ranks is None:
-            return strides
-        sums = strides.sums
-        assert sums is not None, "the caller computed them"
-        if reduction == "mean":
-            return replace(strides, sums=self._layer.over_ranks(sums.sum(1, keepdim=True), "mean"))
-        if reduction == "max" and sums.shape[1] == self.num_kv_heads:
-            return replace(strides, sums=self._layer.over_ranks(sums.amax(1, keepdim=True), "max"))
-        (sums,) = self._all_ranks(sums)
-        return replace(strides, sums=sums, query_heads=sums.shape[1])
 
     def _in_pytorch(
         self, pages: Pages, stride: Stride, row: np.ndarray | None, new: NewTokens, selects: bool

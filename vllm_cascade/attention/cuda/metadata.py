@@ -95,6 +95,7 @@ class PrefillRows:
         judged: bool ``[R]`` on the host, which of them select units by evidence; None: any may.
         strides, recalling: launch arguments and the kernels' shared memory, by number and size of
             the layer's query heads. The first layer builds them for all layers.
+        together: ``strides`` with the sums of all tensor-parallel ranks, if those decide together.
     """
 
     steps: torch.Tensor
@@ -110,6 +111,7 @@ class PrefillRows:
     recalls: Recalls = EVERYTHING
     judged: np.ndarray | None = None
     strides: dict[tuple[int, int], Strides] = field(default_factory=dict)
+    together: dict[tuple[int, int], Strides] = field(default_factory=dict)
     recalling: dict[tuple[int, int], RecallRows] = field(default_factory=dict)
 
 

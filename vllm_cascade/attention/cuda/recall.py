@@ -5,12 +5,11 @@ Which rows choose, and which store, stands in rows of numbers on the device; the
 launched for all rows alike and leave out the others.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
 from vllm_cascade.attention.cuda.metadata import EVERYTHING, Recalls
+from vllm_cascade.attention.cuda.ranks import put_together
 from vllm_cascade.attention.cuda.workspace import judged_at_once, workspace_of
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig
@@ -151,8 +150,7 @@ class LayerRings:
             self._judge(asking, tokens.heads[0])(tokens, rows)
             if self._layer.over_ranks is not None:  # whose heads select together
                 assert rows.evidence is not None, "the judge wrote it"
-                together = self._layer.over_ranks(rows.evidence, "max")
-                rows = replace(rows, evidence=together)
+                put_together(self._layer.over_ranks, "max", rows.evidence)
         self._recaller(rows)
         if self.judged is not None and does.judges and rows.evidence is not None:
             self.judged.append((rows, rows.evidence.clone()))

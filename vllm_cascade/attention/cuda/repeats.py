@@ -41,17 +41,17 @@ def make_repeater() -> Repeater | None:
 
 
 def only_launches(metadata: TritonMetadata, alone: bool) -> bool:
-    """Whether layers do nothing in the step but call launchers.
+    """Whether layers do nothing in the step but call launchers, and exchange what can be noted.
 
     Args:
-        alone: whether no tensor-parallel ranks decide together. If they do, they exchange scores.
+        alone: whether no tensor-parallel ranks decide together. If they do, a median needs the
+            logits of all.
     """
-    if not alone and metadata.spec.policy.uses_attention:
+    policy = metadata.spec.policy
+    if not alone and policy.uses_attention and policy.head_reduction == "median":
         return False
     for wave in metadata.waves:
         decode = wave.decode
         if wave.others or (decode is not None and not isinstance(decode.index, slice)):
-            return False
-        if not alone and any(rows.scoring.source == "attention" for rows in wave.prefill):
             return False
     return True

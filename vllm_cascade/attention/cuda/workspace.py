@@ -190,14 +190,21 @@ def worst_chunks(
 
 
 def worst_singles(
-    num_rows: int, num_queries: int, splits: int, value_size: int, slots: int, num_sets: int
+    num_rows: int,
+    num_queries: int,
+    splits: int,
+    value_size: int,
+    slots: int,
+    num_sets: int,
+    num_ranks: int = 1,
 ) -> Shapes:
     """Shapes of what the kernels of so many single tokens leave each other (``Singles``).
 
     Args:
         slots: of a request; 0 where attention computes no scores.
+        num_ranks: tensor-parallel ranks, which put masses together.
     """
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "partial": (num_rows, num_queries, splits, value_size),
         "partial_lse": (num_rows, num_queries, splits),
         "lse": (num_rows, num_queries),
@@ -206,6 +213,8 @@ def worst_singles(
         "cells": (num_rows, num_sets, max(slots, 1)),
         "new_score": (num_rows, num_sets),
     }
+    if num_ranks > 1 and slots:
+        shapes["masses"] = num_rows, slots + 1
     return {name: (shape, torch.float32) for name, shape in shapes.items()}
 
 
