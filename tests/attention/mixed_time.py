@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a mixed step takes the host, beside stock vLLM's Triton backend, without a card.
 
-python -m tests.attention.mixed_time
+python -m tests.attention.mixed_time [--ranks]
 
 64 requests decode and one reads 512 tokens of its prompt, in a model like Llama 8B. Such a step
 runs outside full CUDA graphs: the metadata is built once, and each of 32 layers runs its attention
@@ -10,6 +10,9 @@ driver's library, which is a stub (``no_card.py``). Not counted: the driver's pa
 launch, the same for both, which the last column multiplies; and what PyTorch's operators would
 launch, which run on the CPU here. Stock vLLM on an H100 chooses FlashAttention, whose operators are
 C++ and are not here; its Triton backend is what can be compared.
+
+With ``--ranks`` the model is one of several tensor-parallel ranks, which decide together. What they
+exchange is not sent.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +137,12 @@ def stock(evicts: bool) -> Side:
     return Side(lambda: builder.build(0, common), layers, writes_apart=True)
 
 
-def ours(settings: dict[str, Any], evicts: bool) -> Side:
+def not_sent(values: torch.Tensor, _: str) -> torch.Tensor:
+    """What ranks would put together."""
+    return values
+
+
+def ours(settings: dict[str, Any], evicts: bool, ranks: bool = False) -> Side:
     """Our CUDA backend under a policy; each layer has two pages, which nothing reads."""
     policy = resolve({"recall": 0, **settings, "budget": BUDGET})
     spec = KVPolicySpec.from_full(FULL, policy)
@@ -161,6 +169,9 @@ def ours(settings: dict[str, Any], evicts: bool) -> Side:
         pool = torch.as_strided(pool, shape, strides)
         impl = TritonKVPolicyImpl(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS, None, None, "auto", None)
         impl.prepare(spec, pool, rotary)
+        if ranks:
+            assert impl._layer is not None
+            impl._layer = replace(impl._layer, over_ranks=not_sent)
         if rings is not None:
             impl.recall_from(rings, i % 2, policy.recall_queries)
         layers[f"layers.{i}"] = SimpleNamespace(impl=impl, kv_cache=pool, layer_name=f"layers.{i}")
@@ -192,9 +203,11 @@ def milliseconds(*runs: Callable[[], Any], trials: int) -> list[float]:
     return [statistics.median(own) for own in times]
 
 
-def measure(settings: dict[str, Any], evicts: bool, trials: int = 40) -> dict[str, float]:
+def measure(
+    settings: dict[str, Any], evicts: bool, trials: int = 40, ranks: bool = False
+) -> dict[str, float]:
     """Milliseconds of a step and launches of a layer, ours and stock's."""
-    sides = ours(settings, evicts), stock(evicts)
+    sides = ours(settings, evicts, ranks), stock(evicts)
     steps = [side.step() for side in sides]
     counts = []
     for side, step in zip(sides, steps, strict=True):
@@ -212,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--ranks", action="store_true", help="as on one of several ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -221,7 +235,7 @@ def main() -> None:
     for name in args.policies:
         for evicts in (False, True):
             with torch.inference_mode():
-                found = measure(POLICIES[name], evicts, args.trials)
+                found = measure(POLICIES[name], evicts, args.trials, args.ranks)
             print(
                 f"{name:16s} {'evicts' if evicts else 'grows':6s} "
                 f"ours {found['ours']:6.2f} (plan {found['our_plan']:4.2f}), "
