@@ -7,12 +7,20 @@ the CPU, and so it is tested.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
 
+from vllm_cascade.attention.cuda.layer_kernels import (
+    LayerKernels,
+    SingleKernels,
+    StrideKernels,
+    make_kernels,
+    stored_of,
+    words_of,
+)
 from vllm_cascade.attention.cuda.metadata import (
     DecodeRows,
     DeviceWave,
@@ -47,24 +55,15 @@ from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
-from vllm_cascade.kernels.triton.assign import Assignment
-from vllm_cascade.kernels.triton.attend import DecodeAttention
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.chunk import ChunkAttention
-from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
-from vllm_cascade.kernels.triton.drafts import DraftUndo, Saved, VersionSaver
-from vllm_cascade.kernels.triton.gather import StrideGather
-from vllm_cascade.kernels.triton.insert import Insertion
-from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
-from vllm_cascade.kernels.triton.keep import StrideChoice
+from vllm_cascade.kernels.triton.drafts import DraftUndo, Saved
 from vllm_cascade.kernels.triton.launch import noted
 from vllm_cascade.kernels.triton.merge import Merge, ScoredMerge
-from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.repeat import Launches, Repeater
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
-from vllm_cascade.kernels.triton.scores import HeadMasses, MassScores, update
+from vllm_cascade.kernels.triton.scores import update
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
@@ -75,43 +74,6 @@ from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.drafts import ModelDrafts, most_drafts
 from vllm_cascade.step.inputs import Stride, Undone
-
-
-class SingleKernels(NamedTuple):
-    """The kernels of single tokens with what no step changes of a layer.
-
-    ``rank_scores``: before and after tensor-parallel ranks put masses together, if they do.
-    """
-
-    attention: DecodeAttention
-    merge: Merge | ScoredMerge
-    plain_merge: Merge
-    assignment: Assignment
-    insertion: Insertion
-    versions: VersionSaver | None
-    rank_scores: tuple[HeadMasses, MassScores] | None
-    num_sets: int
-
-
-class StrideKernels(NamedTuple):
-    """The kernels of a prompt's strides with what no step changes of a layer."""
-
-    gather: StrideGather
-    attention: StrideAttention
-    sums: ColumnSums
-    choice: StrideChoice
-    insertion: StrideInsertion
-    num_sets: int
-    unit: int
-    reduction: str
-
-
-class LayerKernels(NamedTuple):
-    """All of a layer's; ``strides``: None in layers with a window."""
-
-    singles: SingleKernels
-    strides: StrideKernels | None
-    chunks: ChunkAttention
 
 
 class TritonKVPolicyImpl(SharingImpl):
@@ -194,7 +156,7 @@ class TritonKVPolicyImpl(SharingImpl):
         self._repeater = make_repeater()  # the kernels are made again
         own = Journal(self._pages, most_requests)
         self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
-        words = _words(self._pages, "kv", *TRACE_WORDS, "versions")
+        words = words_of(self._pages, "kv", *TRACE_WORDS, "versions")
         self._undo = DraftUndo(**words, saved=self._saved)
 
     def undo(self, undone: Undone) -> None:
@@ -358,62 +320,21 @@ class TritonKVPolicyImpl(SharingImpl):
         return made
 
     def _make_kernels(self, pages: Pages, spec: KVPolicySpec, tokens: Tokens) -> LayerKernels:
-        policy, num_queries = spec.policy, self.num_heads
-        layer = CachedLayer(
-            **_words(pages),
+        assert tokens.query is not None, "a layer attends"
+        cached = CachedLayer(
+            **words_of(pages),
             rotation=self._decode_rotation,
             interleaved=self._layer is not None and not self._layer.is_neox,
             slopes=self.alibi_slopes,
             scale=self.scale,
             softcap=self.softcap,
-            num_queries=num_queries,
+            num_queries=self.num_heads,
             latent=self.latent,
             stored=self._stored if pages is self._pages else stored_of(pages),
             dtype=tokens.key.dtype,
         )
-        sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
-        merge: Merge | ScoredMerge = (plain := Merge(num_queries, layer.value_size, sinks))
-        rank_scores = None
-        if scores and self._decides_with_others:
-            if reduction != "median":
-                masses = HeadMasses(pages.rank, num_queries, reduction, pages.unit)
-                rank_scores = masses, MassScores(pages.rank, pages.score, pages.unit)
-        elif scores:
-            words = {**_words(pages, "rank", "score"), "reduction": reduction, "unit": pages.unit}
-            merge = ScoredMerge(num_queries, layer.value_size, sinks, **words)
-        versions = None  # none before there are pages
-        if self._saved is not None:
-            words = _words(pages, "rank", "score", "versions")
-            versions = VersionSaver(**words, unit=pages.unit)
-        singles = SingleKernels(
-            attention=DecodeAttention(layer, keep_logits=scores),
-            merge=merge,
-            plain_merge=plain,
-            assignment=Assignment(pages.rank, pages.score, pages.unit, self._salts),
-            versions=versions,
-            # Only policies with scores have rules of cells, and requests may bring their own.
-            insertion=Insertion(layer, has_cells=scores, saved=self._saved),
-            rank_scores=rank_scores,
-            num_sets=layer.num_sets,
-        )
-        new_rotation = None if self._layer is None else self._layer.rotation
-        chunks = ChunkAttention(layer, new_rotation, sinks, spec.window, spec.chunked)
-        if spec.window is not None:
-            return LayerKernels(singles, None, chunks)
-        assert tokens.query is not None, "a layer attends"
-        split = split_of(policy, tokens.query, self.least_part)
-        written = replace(layer, rotation=new_rotation)
-        strides = StrideKernels(
-            gather=StrideGather(layer),
-            attention=StrideAttention(layer, sinks, split),
-            sums=ColumnSums(layer, reduction),
-            choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
-            insertion=StrideInsertion(written, reduction, self._salts),
-            num_sets=layer.num_sets,
-            unit=layer.unit,
-            reduction=reduction,
-        )
-        return LayerKernels(singles, strides, chunks)
+        split = split_of(spec.policy, tokens.query, self.least_part)
+        return make_kernels(cached, pages, spec, self._layer, self._saved, split)
 
     def _thrown_away(self, kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
         """Views of a page pool on which vLLM measures memory; of codes that it may call floats."""
@@ -560,17 +481,6 @@ class TritonKVPolicyImpl(SharingImpl):
         return self._layer.dtype or self._pages.kv.dtype
 
     @property
-    def _salts(self) -> torch.Tensor | None:
-        return None if self._layer is None else self._layer.salts
-
-    @property
-    def _sink_logits(self) -> torch.Tensor | None:
-        """fp32 ``[num_heads]``, learned logits of nothing, or None."""
-        if self._layer is None or self._layer.sinks is None:
-            return None
-        return self._layer.sinks.flatten()
-
-    @property
     def _decides_with_others(self) -> bool:
         """Whether tensor-parallel ranks share the heads of a set."""
         return self._layer is not None and self._layer.over_ranks is not None
@@ -593,7 +503,7 @@ class TritonKVPolicyImpl(SharingImpl):
             logits=logits,
             own=own,
             lse=lse,
-            **_words(pages, "rank", "score"),
+            **words_of(pages, "rank", "score"),
             table=singles.table,
             steps=singles.steps,
             reduction=policy.head_reduction,
@@ -716,21 +626,6 @@ class TritonLatentImpl(LatentImpl, TritonKVPolicyImpl):
     """One layer of multi-head latent attention."""
 
 
-def stored_of(pages: Pages) -> Codes | None:
-    """How kernels read and write the rows of pages in 8 bits; None: rows are not quantised."""
-    quantised = pages.quantised
-    if quantised is None:
-        return None
-    scales = quantised.scales if pages.scale is None else pages.scale
-    assert scales is not None, "rows or the layer have scales"
-    return Codes(quantised.code, scales)
-
-
 def _is_captured(device: torch.device) -> bool:
     """Whether launches are recorded for a CUDA graph, which keeps the memory that they use."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _words(pages: Pages, *names: str) -> dict[str, Any]:
-    """Views of the pages by name: these, or rows and all numbers of units."""
-    return {name: getattr(pages, name) for name in names or ("kv", *TRACE_WORDS)}
