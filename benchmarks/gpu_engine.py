@@ -207,7 +207,7 @@ def check(policy: dict[str, Any], label: str, tiny: bool, **_: Any) -> list[Row]
     """The check of the first start for layers of Llama 8B, without an engine."""
     import torch
 
-    from vllm_cascade.attention.selfcheck import LayerShape
+    from vllm_cascade.attention.selfcheck_layer import LayerShape
     from vllm_cascade.engine.certify import certify
     from vllm_cascade.engine.devices import this_device
     from vllm_cascade.policies.registry import resolve

@@ -196,7 +196,7 @@ def check(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_cascade.attention.selfcheck import LayerShape
+    from vllm_cascade.attention.selfcheck_layer import LayerShape
     from vllm_cascade.engine.certify import certify, shapes_of
     from vllm_cascade.engine.devices import this_device
 

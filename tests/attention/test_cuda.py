@@ -196,6 +196,7 @@ def test_profiling_takes_the_memory_of_drafts() -> None:
     impl._config = SimpleNamespace(
         additional_config={"kv_policy": {"recall": 0, **CASCADE}},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(block_size=16),
         model_config=SimpleNamespace(hf_text_config=None),
         speculative_config="ngram",
@@ -234,6 +235,7 @@ def test_profiling_takes_the_memory_of_rows_that_wait(shares: bool) -> None:
     impl._config = SimpleNamespace(
         additional_config={"kv_policy": {"recall": 0, **CASCADE}},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(block_size=16),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**own)),
         speculative_config=None,

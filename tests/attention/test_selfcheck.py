@@ -22,8 +22,9 @@ from vllm_cascade.attention import selfcheck
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda import SWITCH
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
-from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch
+from vllm_cascade.attention.selfcheck import Check, Mismatch
 from vllm_cascade.attention.selfcheck_kept import num_differing, same_units
+from vllm_cascade.attention.selfcheck_layer import LayerShape
 from vllm_cascade.attention.torch import strides
 from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES

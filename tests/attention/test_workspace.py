@@ -2,6 +2,7 @@
 """Scratch memory on the device: vLLM's profile sees all of it, and captured graphs keep theirs."""
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,35 @@ def forward(
     name, made = SimpleNamespace(layer_name="layer"), torch.empty_like(query)
     pool = layer.pool if pool is None else pool
     layer.impl.forward(name, query, key, value, pool, metadata, made)
+
+
+def test_masses_of_ranks_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of as many requests as may be, which decode with all slots in use, takes no more."""
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    memory, rows = fresh(monkeypatch), 40
+    shape = Shape(num_kv_heads=1, group=16, head_size=SIZE, rotary_dim=SIZE)
+    own = {**CASCADE, "unit": 1, "prefill_stride": 4}
+    layer = PagedLayer(shape, own, 5)
+    layer.impl._config = SimpleNamespace(
+        additional_config={"kv_policy": {"recall": 0, **own}},
+        scheduler_config=limits(8, rows),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        cache_config=SimpleNamespace(block_size=shape.block_size),
+        model_config=SimpleNamespace(hf_text_config=None),
+        speculative_config=None,
+    )
+    layer.impl.reserve(torch.zeros(8, 16, SIZE))
+    taken = memory.num_bytes
+    together = replace(layer.impl._layer, over_ranks=lambda values, _: values)
+    layer.impl._layer = together
+    pages = -(-layer.policy.capacity // shape.block_size)
+    table = torch.arange(1, 1 + pages, dtype=torch.int32).expand(rows, pages).contiguous()
+    metadata = layer.builder.build(0, common([100] * rows, table))
+    forward(layer, metadata, rows)
+    (singles,) = metadata.waves[0].decode.singles.values()
+    assert singles.masses is not None and singles.masses.abs().sum() > 0
+    assert taken == memory.num_bytes
 
 
 # --- graphs, and the pool of the profile ----------------------------------------------------------

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch, Row
+from vllm_cascade.attention.selfcheck import Check, Mismatch, Row
+from vllm_cascade.attention.selfcheck_layer import LayerShape
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import Device

@@ -25,7 +25,7 @@ from vllm.v1.worker.block_table import SlotMappingMode
 
 from vllm_cascade.attention.latent import LatentImpl, OwnPrefill, connect
 from vllm_cascade.attention.recorder import Recorder
-from vllm_cascade.attention.selfcheck import LayerShape
+from vllm_cascade.attention.selfcheck_layer import LayerShape
 from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.quantised import has_scales
