@@ -4,6 +4,7 @@
 On the meta device, which refuses tensors of the host as a GPU does, nothing is computed.
 """
 
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ class Drafter(BoundedDrafter):
         self.builders = [self.builder]
         self.requests = SimpleNamespace(names=lambda _: NAMES, blocks=lambda name: [0])
         self.calls: list[Any] = []
+        self.padding: list[Any] = []
         self.ends: dict[str, int] = {}
         self.drafts = SimpleNamespace(ran=self.ends.__setitem__)
 
@@ -56,7 +58,11 @@ class Drafter(BoundedDrafter):
         return hidden
 
     def call_model(self, metadata: Any, token_ids: Any, hidden: Any, pictures: Any) -> Any:
-        assert metadata == {"layer": "metadata"} and token_ids.dtype == torch.int32
+        assert token_ids.dtype == torch.int32
+        if metadata is None:
+            self.padding.append((token_ids, hidden))
+            return
+        assert metadata == {"layer": "metadata"}
         self.calls.append((token_ids, hidden, pictures))
         states = token_ids[:, None].expand(-1, HIDDEN).float() if hidden is None else hidden
         return token_ids[:, None].expand(-1, HIDDEN).float(), states + 1000
@@ -106,12 +112,21 @@ def step_on(device: torch.device, first: list[int], length: list[int], end: list
     )
 
 
-def run(device: str, shifts: bool, prompts: bool = True) -> tuple[Drafter, TargetStep, Any]:
-    """Of ``a``'s 5 tokens 2 are rejected. Without ``prompts``, all requests decode."""
+def run(
+    device: str, shifts: bool, prompts: bool = True, asked: bool = True, shared: bool = False
+) -> tuple[Drafter, TargetStep, Any]:
+    """Of ``a``'s 5 tokens 2 are rejected. Without ``prompts``, all requests decode.
+
+    ``asked``: False: for no request. ``shared``: with other engines.
+    """
     step = step_on(torch.device(device), [20, 5, 30, 40], [5, 4, 3, 1], [23, 9, 33, 41])
     if not prompts:
         step.prompt[:], step.asked[:] = False, True
+    step.asked[:] &= asked
+    if not asked:
+        step = replace(step, following=torch.arange(4, dtype=torch.int32, device=device))
     drafter = Drafter(torch.device(device), shifts)
+    drafter.shares_experts = shared
     ends: list[list[int]] = []
 
     def sample(last: torch.Tensor, end: np.ndarray, number: int) -> torch.Tensor:
@@ -196,6 +211,26 @@ def test_all_tensors_are_on_the_model_s_device(shifts: bool, prompts: bool) -> N
         host = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
         assert {one.device.type for one in host} == {"cpu"}
         assert len(tokens) == common.num_actual_tokens == int(common.query_start_loc_cpu[-1])
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+def test_engines_that_share_experts_run_the_model_equally_often(shifts: bool) -> None:
+    """In every step, and where an engine has no request."""
+    most = 3 if shifts else 4
+    for prompts, asked in ((True, True), (False, True), (True, False)):
+        drafter, step, _ = run("cpu", shifts, prompts, asked, shared=True)
+        assert len(drafter.calls) + len(drafter.padding) == most, (prompts, asked)
+        assert (
+            len(drafter.calls)
+            == {(True, True): most, (False, True): 3, (True, False): 1}[prompts, asked]
+        )
+        for token_ids, hidden in drafter.padding:
+            assert token_ids.tolist() == [0] and (hidden is not None) == shifts
+    drafter.padding.clear()
+    drafter.run_padding(5, step.hidden[:5] if shifts else None, 3)
+    assert [len(tokens) for tokens, _ in drafter.padding] == [5] * most
+    alone, *_ = run("cpu", shifts, asked=False)
+    assert len(alone.calls) == 1 and not alone.padding
 
 
 def test_pictures_reach_the_model_as_embeddings() -> None:

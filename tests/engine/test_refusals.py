@@ -65,10 +65,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
         "--speculative-config cannot be combined with --pipeline-parallel-size .*only the last one",
     ),
-    "drafts over data-parallel ranks": (
-        {"speculative_config": NGRAM, "data_parallel_size": 2},
-        "--speculative-config is not tested with --data-parallel-size .*set it to 1",
-    ),
     "KV connector": (
         {
             "kv_transfer_config": {

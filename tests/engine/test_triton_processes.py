@@ -20,7 +20,11 @@ import pytest
 from tests.conftest import MODEL, ROOT
 from tests.engine.pool import EnginePool
 from tests.engine.server import Server
-from tests.engine.test_data_parallel import answers_as_alone, each_answers_as_alone
+from tests.engine.test_data_parallel import (
+    answers_as_alone,
+    each_answers_as_alone,
+    of_engines,
+)
 from tests.engine.test_pipeline_parallel import cores
 from tests.engine.test_prefix_caching import Turn, ask
 from tests.oracle.families import shallow, write_family
@@ -85,9 +89,15 @@ def test_stages_on_the_second_runner() -> None:
 LENGTHS = (1, 70)
 
 
-@pytest.fixture(scope="module", params=["llama", "experts"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "llama":
+@pytest.fixture(scope="module", params=["llama", "experts", "drafts", "drafts by V2"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the model; the last two have experts and draft for themselves, with both runners."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if kind == "llama":
         return MODEL
     family = shallow(OWN_MODULES["mixtral"])
     vocabulary = json.loads((MODEL / "config.json").read_text())["vocab_size"]
@@ -110,7 +120,10 @@ def alone(engine_pool: EnginePool, book_tokens: list[int], model: Path) -> list[
 
 @pytest.fixture(scope="module")
 def server(
-    alone: list[Turn], model: Path, tmp_path_factory: pytest.TempPathFactory
+    alone: list[Turn],
+    model: Path,
+    kind: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     own = {name: PLAIN[name] for name in PLAIN if name not in ("name", "budget")}
     flags = ["--kv-policy", "cascade", "--kv-budget", "32", "--kv-recall", "0"]
@@ -118,9 +131,15 @@ def server(
     flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "64", "--block-size", "32"]
     flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(16 << 20)]
     flags += ["--data-parallel-size", "2", "--api-server-count", "1"]
+    environment = cores(2)
+    if kind == "drafts by V2":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    if kind.startswith("drafts"):
+        drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+        flags += ["--speculative-config", json.dumps(drafts)]
     command = [sys.executable, str(ROOT / "tests/engine/triton_cpu.py")]
     log = tmp_path_factory.mktemp("two") / "log"
-    started = Server(log, flags, command=command, environment=cores(2), model=model)
+    started = Server(log, flags, command=command, environment=environment, model=model)
     yield started.wait(800)
     started.stop()
 
@@ -133,7 +152,7 @@ def test_two_engines(server: Server, alone: list[Turn], book_tokens: list[int]) 
     each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
 
 
-def test_both_at_once(server: Server, alone: list[Turn], book_tokens: list[int]) -> None:
+def test_both_at_once(server: Server, alone: list[Turn], kind: str, book_tokens: list[int]) -> None:
     """Prompts of different lengths in both engines; one is still read while the other decodes."""
     turns = list(zip(LENGTHS, alone, strict=True))
     with ThreadPoolExecutor(2) as clients:
@@ -143,3 +162,5 @@ def test_both_at_once(server: Server, alone: list[Turn], book_tokens: list[int])
         ]
     for answer in asked:
         answer.result()
+    if kind.startswith("drafts"):
+        assert min(of_engines(server, "vllm:spec_decode_num_accepted_tokens_total")) > 10

@@ -14,6 +14,10 @@ vLLM's own passes pad rows with rejected tokens, whose slots it leaves out. Here
 counts, so rows hold accepted tokens only, and the host has to know how many there are: on CUDA it
 waits for the target's step, and scheduling is synchronous.
 
+Data-parallel engines that share a model's experts run it at the same time. So with drafts each runs
+the drafting model equally often in a step: what has no token to run, or no request, runs a token of
+padding.
+
 ``proposers.py`` has the drafters of vLLM's first model runner, ``speculators.py`` those of its
 second.
 """
@@ -99,6 +103,7 @@ class BoundedDrafter:
         drafts: the tokens that may be undone; set by the worker.
         supports_mm_inputs: whether the target and the drafting model take pictures; set by vLLM.
         builders: the metadata builders of the drafting model's layers, one for each kind.
+        shares_experts: whether other engines share the model's experts; set by ``bounded``.
     """
 
     model: Any
@@ -107,6 +112,9 @@ class BoundedDrafter:
     requests: Requests
     drafts: ModelDrafts
     builders: Sequence[StepBuilder] = ()
+    shares_experts = False
+    _runs = 0
+    """Of the model, in this step."""
 
     @property
     def layer_names(self) -> set[str]:
@@ -153,7 +161,24 @@ class BoundedDrafter:
         for name, end in zip(self.requests.names(step.common), state.end.tolist(), strict=True):
             if name is not None:
                 self.drafts.ran(name, end)
+        if self.shares_experts:
+            hidden = self.combined(step.hidden[:1]) if self.sees_hidden_states else None
+            self.run_padding(1, hidden, num)
         return drafts
+
+    def run_padding(self, num_tokens: int, hidden: torch.Tensor | None, num: int) -> None:
+        """Run padding until the model has run as often as in any step of ``num`` drafts.
+
+        Args:
+            num_tokens: of padding.
+            hidden: ``[num_tokens, hidden_size]``, with ``sees_hidden_states``.
+        """
+        # In a draft model, the sampled token may be apart from those that the target has run.
+        most = num if self.sees_hidden_states else num + 1
+        for _ in range(most - self._runs):
+            token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+            self.call_model(None, token_ids, hidden, None)
+        self._runs = 0
 
     def inputs_of(
         self, token_ids: torch.Tensor, hidden: torch.Tensor | None, pictures: Pictures | None
@@ -267,6 +292,7 @@ class BoundedDrafter:
             max_seq_len=int(ends.max()),
             is_prefilling=torch.from_numpy(prompt),
         )
+        self._runs += 1 if self.shares_experts else 0
         metadata: dict[str, Any] = {}
         for builder in self.builders:
             metadata |= dict.fromkeys(builder.layer_names, builder.build(0, own))

@@ -119,6 +119,19 @@ class BoundedProposer(BoundedDrafter, _Base):
             return next_token_ids.new_empty(num_reqs, 0)
         return torch.stack(drafts, dim=1)
 
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: Any = None,
+    ) -> None:
+        if is_graph_capturing or not self.shares_experts:
+            super().dummy_run(num_tokens, use_cudagraphs, is_graph_capturing, slot_mappings)
+            return
+        hidden = self.hidden_states[:num_tokens] if self.sees_hidden_states else None
+        self.run_padding(num_tokens, hidden, self.num_speculative_tokens)
+
     def combined(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.combine_hidden_states(hidden) if self.method == "eagle3" else hidden
 
@@ -130,14 +143,18 @@ class BoundedProposer(BoundedDrafter, _Base):
         pictures: Pictures | None,
     ) -> States:
         num = len(token_ids)
-        mode, padded, _ = self._determine_batch_execution_and_padding(num)
+        mode, padded, everywhere = self._determine_batch_execution_and_padding(num)
         inputs = self.inputs_of(token_ids, hidden, pictures)
         if mode != CUDAGraphMode.NONE:
             inputs = self._in_buffers(inputs, padded)
         if self.eplb_state is not None:
             self.eplb_state.prepare_forward(self.draft_model_config, num)
         with set_forward_context(
-            metadata, self.vllm_config, num_tokens=padded, cudagraph_runtime_mode=mode
+            metadata,
+            self.vllm_config,
+            num_tokens=padded,
+            num_tokens_across_dp=everywhere,
+            cudagraph_runtime_mode=mode,
         ):
             out: Any = self.model(**inputs, positions=self._unread_positions(padded))
         last, states = out if self.model_returns_tuple() else (out, out)
@@ -178,4 +195,5 @@ def bounded(runner: Any, config: VllmConfig) -> BoundedDrafter | None:
         return None
     runner.drafter = None  # frees its buffers first
     runner.drafter = ours(config, runner.device, runner)
+    runner.drafter.shares_experts = config.parallel_config.data_parallel_size > 1
     return runner.drafter

@@ -256,12 +256,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "every stage for the drafter, which only the last one has; use --tensor-parallel-size",
     ),
     Refusal(
-        "drafts over data-parallel ranks",
-        lambda config, _: _drafts(config) and config.parallel_config.data_parallel_size > 1,
-        "--speculative-config is not tested with --data-parallel-size above 1 yet; set it to 1, or "
-        "remove --speculative-config",
-    ),
-    Refusal(
         "KV offloading",
         lambda config, _: config.cache_config.kv_offloading_size is not None,
         "--kv-offloading-size cannot be combined with --kv-policy: pages change in place, so vLLM "

@@ -155,6 +155,10 @@ class BoundedSpeculator(BoundedDrafter, _Base):
         passed = self.combined(hidden[:num]) if self.sees_hidden_states else None
         last, _ = self.call_model(None, input_batch.input_ids[:num].int(), passed, pictures)
         self.model.compute_logits(last[: input_batch.num_reqs])
+        if self.shares_experts:
+            self._runs = 1
+            one = None if passed is None else passed[:1]
+            self.run_padding(1, one, self.num_speculative_steps)
 
     def _common(self, input_batch: InputBatch) -> CommonAttentionMetadata:
         """The step as vLLM's metadata has it."""
@@ -201,4 +205,5 @@ def bounded(runner: Any, config: VllmConfig) -> BoundedDrafter | None:
         return None
     runner.speculator = None  # frees its buffers first
     runner.speculator = ours(config, runner.device)
+    runner.speculator.shares_experts = config.parallel_config.data_parallel_size > 1
     return runner.speculator
