@@ -4,6 +4,7 @@
 vLLM starts such engines in processes of their own only, hence a server.
 """
 
+import json
 import re
 import threading
 import time
@@ -139,3 +140,19 @@ def test_a_killed_engine_stops_the_server(server: Server, book_tokens: list[int]
     assert server.process.wait(60) is not None
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+
+
+def test_drafts(
+    alone: list[Turn], book_tokens: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Both engines answer as one process without speculation."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    flags = [*FLAGS, "--data-parallel-size", "2", "--api-server-count", "1"]
+    flags += ["--speculative-config", json.dumps(drafts)]
+    server = Server(tmp_path_factory.mktemp("drafts") / "log", flags, environment=cores(2))
+    try:
+        server.wait(800)
+        each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
+        assert min(of_engines(server, "vllm:spec_decode_num_accepted_tokens_total")) > 0
+    finally:
+        server.stop()
