@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels, one operation a file, each beside its plain-PyTorch reference."""
+"""Triton kernels, one operation a file."""

@@ -12,8 +12,6 @@ sees are not copied, and a stride may be longer than the window. The same holds 
 queries see their own chunk of the stream, which begins at a multiple of its size, also in ranks.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -373,40 +371,3 @@ class ChunkAttention:
             if strides.num_rows and chunks.max_length:
                 self._gather(tokens, chunks, strides)
                 self._attend(tokens, strides)
-
-
-def attend_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    chunks: torch.Tensor,
-    positions: torch.Tensor,
-    finished: torch.Tensor,
-    logit_scale: torch.Tensor | None,
-    max_length: int,
-    max_slots: int,
-    max_cached: int,
-    gathered: torch.Tensor,
-    output: torch.Tensor,
-    new_rotation: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    chunked: bool = False,
-    **layer: Any,
-) -> None:
-    """One call of ``ChunkAttention`` for a ``CachedLayer`` that is described by the rest.
-
-    Args:
-        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
-        key, value: ``[num_tokens, H, D]``, keys rotated likewise.
-        logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
-        gathered: ``[n, H, >= max_cached, row]``, memory for ``n`` strides at a time.
-        output: like ``query``; the strides' rows are written.
-    """
-    told = CachedLayer(**layer, num_queries=query.shape[1], dtype=query.dtype)
-    launch = ChunkAttention(told, new_rotation, sinks, window, chunked)
-    tokens = Tokens(query, key, value, output, logit_scale)
-    own = Chunks(steps, chunks, table, positions, finished, max_length, max_slots, max_cached)
-    launch(tokens, own, own.parts(gathered))

@@ -12,7 +12,6 @@ size, so results do not depend on the batch.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING
 from .recall_rows import Judged, RecallRows
 from .recall_sinks import LOWEST
 from .recall_vectors import ask
-from .shapes import Shapes, empty
+from .shapes import Shapes
 from .strides import Tokens
 from .tiles import LENGTH, STEP, first_part
 
@@ -402,63 +401,3 @@ class Judge:
                 evidence=part.evidence,
                 **shared,
             )
-
-
-def judge_units(
-    query: torch.Tensor,
-    steps: torch.Tensor,
-    table: torch.Tensor,
-    recall: torch.Tensor,
-    **layer: Any,
-) -> torch.Tensor:
-    """One call of ``Judge`` for a layer that is described by the rest.
-
-    Args:
-        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
-        steps: int32 ``[R, STEP_COLUMNS]`` step rows.
-        table: int32 ``[>= R, P]`` block numbers.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is not ``JUDGED`` are skipped.
-
-    Returns:
-        fp32 ``[R, S, capacity]``, units ``BEGIN .. END - 1`` in order; the rest is not written.
-    """
-    judge, tokens = Judge(**layer, num_queries=query.shape[1]), Tokens(query, query)
-    room = empty(judge.shapes(len(steps), len(steps)), query.device)
-    rows = RecallRows(steps, table, recall, judge.parts(steps, table, recall, room))
-    judge(tokens, rows)
-    return room["evidence"]
-
-
-def asking_reference(length: int, most: int) -> list[int]:
-    """Indices of a stride's judging tokens: all, or evenly spaced with the last one."""
-    return (
-        list(range(length))
-        if length <= most
-        else [(i + 1) * length // most - 1 for i in range(most)]
-    )
-
-
-def evidence_reference(
-    queries: torch.Tensor, keys: torch.Tensor, sinks: torch.Tensor, num_sets: int
-) -> torch.Tensor:
-    """One request's evidence in fp64, ``[S, n]``.
-
-    Args:
-        queries: ``[asking, H * G, D]``, rotated back by the position at which keys are judged,
-            times the scale of logits.
-        keys: ``[H, n, unit, D]`` before rotation, after rounding.
-        sinks: ``[asking, H * G, sinks]``, logits of the sinks.
-    """
-    num_heads, num_units, unit, size = keys.shape
-    queries, keys = queries.double(), keys.double()
-    step = queries.abs().amax(-1, keepdim=True) / 127
-    queries = torch.where(step > 0, (queries / step).round() * step, 0.0)
-    asked = torch.zeros(queries.shape[1], num_units, dtype=torch.float64)
-    for head in range(queries.shape[1]):
-        rows = keys[head * num_heads // queries.shape[1]].reshape(-1, size)
-        pairs = zip(queries[:, head], sinks[:, head].double(), strict=True)
-        for nth, (query, others) in enumerate(pairs):
-            both = torch.cat((rows @ query, others)).softmax(0)[: len(rows)]
-            share = both.view(num_units, unit).sum(1)
-            asked[head] += share.square() * (8 if nth == len(queries) - 1 else 1)
-    return asked.view(num_sets, -1, num_units).amax(1)

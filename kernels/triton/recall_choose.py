@@ -8,8 +8,6 @@ unit. Units that stay keep their slots and rows. Keys and values of the others a
 host's pinned memory directly into the pages.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from .recall_columns import (
     SINKS,
 )
 from .recall_rows import RecallRows
-from .shapes import Shapes, empty
+from .shapes import Shapes
 from .stored import apart, check_scales, scale_place
 from .tiles import NEVER, OLD_SLOTS, STEP, slot_tile
 
@@ -373,43 +371,3 @@ class Recaller:
             moves=rows.moves,
             table_stride=rows.table_place,
         )
-
-
-def recall_units(
-    evidence: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    recall: torch.Tensor,
-    layer: CachedLayer,
-    **store: Any,
-) -> torch.Tensor:
-    """One call of ``Recaller``, which the rest describes.
-
-    Args:
-        evidence: fp32 ``[R, S, capacity]`` of ``judge_units``, not negative.
-        table: int32 ``[>= R, P]``.
-        steps: int32 ``[R, STEP_COLUMNS]``.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``.
-
-    Returns:
-        int32 ``[R, S, room]``: numbers of the recalled units in stream order; ``room >= most``.
-    """
-    recaller = Recaller(layer, **store, capacity=evidence.shape[2])
-    room = empty(recaller.shapes(len(steps)), steps.device)
-    recaller(RecallRows(steps, table, recall, [], evidence, **room))
-    return room["chosen"]
-
-
-def chosen_reference(evidence: list[float], tokens: list[int], unit: int, now: int) -> list[int]:
-    """Places of the largest evidence; ties go to the first.
-
-    Args:
-        tokens: the units' first ones. If they follow those of the unit before, a unit has at least
-            an eighth of that one's evidence.
-    """
-    worth = list(evidence)
-    for place in range(1, len(worth)):
-        if tokens[place] == tokens[place - 1] + unit:
-            worth[place] = max(worth[place], evidence[place - 1] / 8)
-    order = sorted(range(len(worth)), key=lambda place: (-worth[place], place))
-    return sorted(order[:now])

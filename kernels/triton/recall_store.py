@@ -490,7 +490,14 @@ class UnitStore:
         assert scales.dtype == torch.float32
         assert rows.shape[3] == kv.shape[3] and codes.shape[3] == layer.head_size, rows.shape
         check_scales(row_scales, rows, layer.pages["OF_ROWS"])
-        self._remember = _remembering(rank, unit)
+        self._remember = Launcher(
+            _remember,
+            rank=rank,
+            word_stride=rank.stride(0),
+            PAGE=self._page,
+            UNIT=unit,
+            num_warps=4,
+        )
         self._list_gone = Launcher(
             _list_gone,
             rank=rank,
@@ -533,7 +540,19 @@ class UnitStore:
 
     def before(self, rows: RecallRows) -> None:
         """Write ``ranks`` of single tokens that are about to be inserted, and evict a unit."""
-        _launch_remember(self._remember, rows, self._num_sets, self._page)
+        places = rows.num_pages * self._page
+        if rows.num_rows:
+            self._remember(
+                (rows.num_rows, self._num_sets, 1),
+                rows.variant,
+                table=rows.table,
+                steps=rows.steps,
+                recall=rows.recall,
+                ranks=rows.ranks,
+                table_stride=rows.table_place,
+                places_stride=places,
+                TILE=min(LINE, triton.next_power_of_2(places)),
+            )
 
     def __call__(
         self, rows: RecallRows, tokens: Tokens | None = None, keep: torch.Tensor | None = None
@@ -583,80 +602,3 @@ class UnitStore:
             table_stride=rows.table_place,
             columns_stride=rows.columns,
         )
-
-
-def _remembering(rank: torch.Tensor, unit: int) -> Launcher:
-    return Launcher(
-        _remember,
-        rank=rank,
-        word_stride=rank.stride(0),
-        PAGE=rank.shape[2],
-        UNIT=unit,
-        num_warps=4,
-    )
-
-
-def _launch_remember(launch: Launcher, rows: RecallRows, num_sets: int, page: int) -> None:
-    places = rows.num_pages * page
-    if rows.num_rows:
-        launch(
-            (rows.num_rows, num_sets, 1),
-            rows.variant,
-            table=rows.table,
-            steps=rows.steps,
-            recall=rows.recall,
-            ranks=rows.ranks,
-            table_stride=rows.table_place,
-            places_stride=places,
-            TILE=min(LINE, triton.next_power_of_2(places)),
-        )
-
-
-def ranks_before(
-    rank: torch.Tensor, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, unit: int
-) -> torch.Tensor:
-    """Ranks before an insertion, int32 ``[R, S, N]``, for requests whose token evicts a unit.
-
-    Args:
-        rank: a ``Pages`` view.
-        table: int32 ``[>= R, P]``.
-        steps: int32 ``[R, STEP_COLUMNS]``.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``.
-        unit: slots that share one rank.
-    """
-    num_sets, page = rank.shape[1:]
-    ranks = rank.new_empty(len(steps), num_sets, table.shape[1] * page)
-    rows = RecallRows(steps, table, recall, ranks=ranks)
-    _launch_remember(_remembering(rank, unit), rows, num_sets, page)
-    return ranks
-
-
-def store_units(
-    keep: torch.Tensor | None,
-    ranks: torch.Tensor | None,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    recall: torch.Tensor,
-    layer: CachedLayer,
-    **store: Any,
-) -> None:
-    """One call of ``UnitStore``, which the rest describes.
-
-    Args:
-        keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 for evicted units.
-        ranks: int32 ``[R, S, N]`` of ``ranks_before``; without ``keep``.
-        key, value: with ``keep``, ``[num_tokens, H, D]`` of the whole step, keys rotated at cache
-            positions.
-        table: int32 ``[>= R, P]``.
-        steps: int32 ``[R, STEP_COLUMNS]``.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``.
-    """
-    assert (keep is None) != (ranks is None) and (key is None) == (keep is None)
-    made, columns = UnitStore(layer, **store), None if keep is None else keep.shape[2]
-    room = made.room(len(steps), table.shape[1], columns, steps.device)
-    if ranks is not None:
-        room["ranks"] = ranks
-    rows = RecallRows(steps, table, recall, **room)
-    made(rows, None if key is None else Tokens(None, key, value), keep)

@@ -7,11 +7,3 @@ import torch
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type by name."""
-
-
-def empty(shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors, each with memory of its own."""
-    return {
-        name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in shapes.items()
-    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attend_chunks`` against a list of tokens a request, stride by stride, in fp64."""
+"""``ChunkAttention`` against a list of tokens a request, stride by stride, in fp64."""
 
 import random
 from dataclasses import dataclass, replace
@@ -25,8 +25,10 @@ from tests.kernels.references import attend_strides_reference, rotate_reference
 from tests.kernels.stride_checks import insert_literally
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import stride_columns
-from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.cached import CachedLayer
+from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype
+from vllm_cascade.kernels.triton.strides import Chunks, Tokens
 
 SINKS = 2
 """Units that are never deleted."""
@@ -85,7 +87,7 @@ def _line(cache: Cache, row: int, step: list[int]) -> Line:
 
 
 def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -> dict[str, float]:
-    """``attend_chunks``: outputs of every stride, and the whole pool afterwards."""
+    """``ChunkAttention``: outputs of every stride, and the whole pool afterwards."""
     room = num_strides * max(case.strides) + num_strides * case.unit
     cache, steps = make_cache(replace(case, strides=(room,)))
     rng, unit, place = random.Random(case.seed), case.unit, 3
@@ -143,34 +145,30 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
     finished = dsteps.new_zeros(len(chunks), case.num_sets)
     most = int(strides[:, columns.CACHED].max()) if rows else 0
     gathered = dq.new_full((2, case.num_heads, most, case.row_size), torch.nan)
-    attend_chunks(
-        query=dq,
-        key=dk,
-        value=dv,
+    layer = CachedLayer(
         **ours.views(),
-        table=ours.table,
-        steps=dsteps,
-        chunks=dchunks,
-        positions=dpositions,
-        finished=finished,
         rotation=table_of(far, device, decode_dtype(case.dtype)),
-        new_rotation=table_of(far, device),
         interleaved=case.interleaved,
         slopes=slopes,
-        logit_scale=dfactors,
         scale=case.head_size**-0.5,
         softcap=case.softcap,
+        latent=case.latent,
+        stored=ours.codes,
+        num_queries=dq.shape[1],
+        dtype=dq.dtype,
+    )
+    launch = ChunkAttention(layer, table_of(far, device), sinks, case.window, case.chunked)
+    told = Chunks(
+        dsteps,
+        dchunks,
+        ours.table,
+        dpositions,
+        finished,
         max_length=max(case.strides) + unit,
         max_slots=max(cache.slots),
         max_cached=most,
-        gathered=gathered,
-        output=output,
-        sinks=sinks,
-        window=case.window,
-        chunked=case.chunked,
-        latent=case.latent,
-        stored=ours.codes,
     )
+    launch(Tokens(dq, dk, dv, output, dfactors), told, told.parts(gathered))
     same("counters", finished, torch.zeros_like(finished, device="cpu"))
     after, error = ours.to("cpu"), 0.0
     for row in real_rows(case):

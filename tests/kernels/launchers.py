@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.kernels.recall_calls import judge_units, ranks_before, recall_units, store_units
 from vllm_cascade.kernels.triton.assign import Assignment
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
 from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, DraftUndo, Saved, VersionSaver
@@ -18,9 +19,7 @@ from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.merge import merge, merge_scored
 from vllm_cascade.kernels.triton.prefill import StrideAttention
-from vllm_cascade.kernels.triton.recall import RECALL, judge_units
-from vllm_cascade.kernels.triton.recall_choose import recall_units
-from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.kernels.triton.recall_columns import RECALL
 from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.schedule import (
     HEAD_COLUMNS,
@@ -35,6 +34,7 @@ from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
     NUMBER_ROWS,
     VALUE_ROWS,
+    Chunks,
     Strides,
     Tokens,
 )
@@ -331,30 +331,10 @@ class Layer:
         layer = CachedLayer(**self.words, **turning, **reads, **own)
         StrideGather(layer)(strides)
         StrideAttention(layer, self.sinks, split)(tokens, strides)
-        attend_chunks(
-            query=query,
-            key=key,
-            value=value,
-            **self.words,
-            table=table,
-            steps=steps,
-            chunks=steps,
-            positions=_meta(num_tokens, dtype=torch.int64),
-            finished=_meta(1, self.sets),
-            max_slots=2048,
-            max_cached=2048,
-            gathered=_meta(1, shape.num_heads, 2048, shape.row_size, dtype=shape.dtype),
-            **turning,
-            new_rotation=self.rotation,
-            **reads,
-            logit_scale=scale,
-            max_length=num_tokens,
-            output=output,
-            sinks=self.sinks,
-            window=shape.window,
-            chunked=shape.chunked,
-            **self.rows,
-        )
+        positions, finished = _meta(num_tokens, dtype=torch.int64), _meta(1, self.sets)
+        chunks = Chunks(steps, steps, table, positions, finished, num_tokens, 2048, 2048)
+        chunked = ChunkAttention(layer, self.rotation, self.sinks, shape.window, shape.chunked)
+        chunked(tokens, chunks, chunks.parts(strides.gathered))
         if shape.keep_logits:
             ColumnSums(layer, shape.reduction)(tokens, strides)
         self._insertion(self.words)(tokens, strides)
@@ -403,7 +383,7 @@ class Layer:
         judged = {"codes": codes, "scales": scales, "capacity": capacity}
         store = {**where, "layer": layer, **ring, **judged}
         if asking == 1:
-            ranks = ranks_before(rank=self.rank, **where, unit=shape.unit)
+            ranks = ranks_before(**store)
             store_units(keep=None, ranks=ranks, key=None, value=None, **store)
             return
         key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)

@@ -6,6 +6,7 @@ Rings hold junk wherever no unit is, and are compared as a whole, as pages are.
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,13 +23,16 @@ from tests.kernels.random_pool import (
     same,
     stride_steps,
 )
-from tests.kernels.references import rotate_reference
+from tests.kernels.recall_calls import judge_units, ranks_before, recall_units, store_units
+from tests.kernels.references import (
+    asking_reference,
+    chosen_reference,
+    evidence_reference,
+    rotate_reference,
+)
 from tests.oracle.recall import may_round_either_way
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.recall import asking_reference, evidence_reference, judge_units
-from vllm_cascade.kernels.triton.recall_choose import chosen_reference, recall_units
-from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
 from vllm_cascade.kernels.triton.rotate import rotation_table
 
 JUNK = 0x7FC07FC0
@@ -377,8 +381,8 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
     recall = _columns(
         case, RING=[row * capacity for row in range(len(end))], END=end, STORED=stored
     )
-    drank, dtable, dsteps, drecall = on(device, cache.rank, cache.table, steps, recall)
-    ranks = ranks_before(rank=drank, table=dtable, steps=dsteps, recall=drecall, unit=case.unit)
+    unused = Rings(case, capacity).on(device)
+    ranks = ranks_before(**_store_of(cache.to(device), capacity, unused, device, steps, recall))
     new = torch.randn(len(case.lengths), case.num_heads, case.row_size).to(case.dtype)
     gone: dict[tuple[int, int], list[int]] = {}
     for row in real_rows(case):
@@ -416,7 +420,22 @@ def _store(
     value: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Launch ``store_units``; returns the tensors of ``rings`` on the device."""
-    rows, row_scales, codes, scales, born, token = tensors = rings.on(device)
+    tensors = rings.on(device)
+    store = _store_of(cache, rings.capacity, tensors, device, steps, recall)
+    store_units(keep=keep, ranks=ranks, key=key, value=value, **store)
+    return tensors
+
+
+def _store_of(
+    cache: Cache,
+    capacity: int,
+    rings: list[torch.Tensor],
+    device: torch.device | str,
+    steps: torch.Tensor,
+    recall: torch.Tensor,
+) -> dict[str, Any]:
+    """Arguments of ``ranks_before`` and ``store_units``; ``cache`` and ``rings`` on the device."""
+    rows, row_scales, codes, scales, born, token = rings
     dsteps, drecall = on(device, steps, recall)
     layer = CachedLayer(
         **cache.views(),
@@ -425,24 +444,19 @@ def _store(
         latent=cache.case.latent,
         stored=cache.codes,
     )
-    store_units(
-        keep=keep,
-        ranks=ranks,
-        key=key,
-        value=value,
-        table=cache.table,
-        steps=dsteps,
-        recall=drecall,
-        layer=layer,
-        rows=rows,
-        codes=codes,
-        scales=scales,
-        stored_born=born,
-        stored_token=token,
-        capacity=rings.capacity,
-        row_scales=row_scales if cache.case.row_scales else None,
-    )
-    return tensors
+    return {
+        "table": cache.table,
+        "steps": dsteps,
+        "recall": drecall,
+        "layer": layer,
+        "rows": rows,
+        "codes": codes,
+        "scales": scales,
+        "stored_born": born,
+        "stored_token": token,
+        "capacity": capacity,
+        "row_scales": row_scales if cache.case.row_scales else None,
+    }
 
 
 def _note(cache: Cache, rings: Rings, row: int, head_set: int, number: int, place: int) -> None:

@@ -246,3 +246,53 @@ def _at(rows: list[list[int]], transient: int, t: int) -> list[int]:
         return [0] * TABLE_COLUMNS
     period = len(rows) - transient
     return rows[t if t < transient else transient + (t - transient) % period]
+
+
+def asking_reference(length: int, most: int) -> list[int]:
+    """Indices of a stride's judging tokens: all, or evenly spaced with the last one."""
+    return (
+        list(range(length))
+        if length <= most
+        else [(i + 1) * length // most - 1 for i in range(most)]
+    )
+
+
+def evidence_reference(
+    queries: torch.Tensor, keys: torch.Tensor, sinks: torch.Tensor, num_sets: int
+) -> torch.Tensor:
+    """One request's evidence in fp64, ``[S, n]``.
+
+    Args:
+        queries: ``[asking, H * G, D]``, rotated back by the position at which keys are judged,
+            times the scale of logits.
+        keys: ``[H, n, unit, D]`` before rotation, after rounding.
+        sinks: ``[asking, H * G, sinks]``, logits of the sinks.
+    """
+    num_heads, num_units, unit, size = keys.shape
+    queries, keys = queries.double(), keys.double()
+    step = queries.abs().amax(-1, keepdim=True) / 127
+    queries = torch.where(step > 0, (queries / step).round() * step, 0.0)
+    asked = torch.zeros(queries.shape[1], num_units, dtype=torch.float64)
+    for head in range(queries.shape[1]):
+        rows = keys[head * num_heads // queries.shape[1]].reshape(-1, size)
+        pairs = zip(queries[:, head], sinks[:, head].double(), strict=True)
+        for nth, (query, others) in enumerate(pairs):
+            both = torch.cat((rows @ query, others)).softmax(0)[: len(rows)]
+            share = both.view(num_units, unit).sum(1)
+            asked[head] += share.square() * (8 if nth == len(queries) - 1 else 1)
+    return asked.view(num_sets, -1, num_units).amax(1)
+
+
+def chosen_reference(evidence: list[float], tokens: list[int], unit: int, now: int) -> list[int]:
+    """Places of the largest evidence; ties go to the first.
+
+    Args:
+        tokens: the units' first ones. If they follow those of the unit before, a unit has at least
+            an eighth of that one's evidence.
+    """
+    worth = list(evidence)
+    for place in range(1, len(worth)):
+        if tokens[place] == tokens[place - 1] + unit:
+            worth[place] = max(worth[place], evidence[place - 1] / 8)
+    order = sorted(range(len(worth)), key=lambda place: (-worth[place], place))
+    return sorted(order[:now])

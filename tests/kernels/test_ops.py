@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels import recall_calls
 from tests.kernels.checks import Case, make_cache
 from tests.kernels.recall_checks import Rings
 from vllm_cascade.kernels import columns
@@ -15,9 +16,6 @@ from vllm_cascade.kernels.triton import (
     attend,
     insert,
     merge,
-    recall,
-    recall_choose,
-    recall_store,
     rotate,
     scores,
 )
@@ -64,13 +62,14 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
     both[1, columns.HOW], both[1, columns.RING], both[1, columns.END] = columns.JUDGED, 6, 6
     both[1, columns.NOW] = both[1, columns.STORED] = 1
     where = {"table": cache.table, "steps": steps, "recall": both}
+    store = {"layer": layer, "rows": rings.rows, **stored, **codes}
     strides = steps.clone()
     strides[:, columns.START], strides[:, columns.LENGTH] = torch.tensor([0, 5]), 5
     stays = torch.zeros(2, 1, max(lengths) // unit + 5, dtype=torch.int32)
     stays[:, :, 0] = -1
     return {
         "judge_units": (
-            recall.judge_units,
+            recall_calls.judge_units,
             {
                 "query": query,
                 **where,
@@ -81,7 +80,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             },
         ),
         "recall_units": (
-            recall_choose.recall_units,
+            recall_calls.recall_units,
             {
                 "evidence": torch.rand(2, 1, 6),
                 "rows": rings.rows,
@@ -92,20 +91,17 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 "most": 3,
             },
         ),
-        "ranks_before": (recall_store.ranks_before, {"rank": cache.rank, **where, "unit": unit}),
+        "ranks_before": (recall_calls.ranks_before, {**where, **store}),
         "store_units": (
-            recall_store.store_units,
+            recall_calls.store_units,
             {
                 "keep": stays,
                 "ranks": None,
                 "key": key,
                 "value": key,
-                "layer": layer,
                 **where,
                 "steps": strides,
-                "rows": rings.rows,
-                **stored,
-                **codes,
+                **store,
             },
         ),
         "attend": (attend.attend, {**decode, "splits": 2, "keep_logits": True}),

@@ -12,13 +12,13 @@ import torch
 
 from tests.kernels import recall_checks as checks
 from tests.kernels.random_pool import Case
+from tests.kernels.recall_calls import empty
+from tests.kernels.references import chosen_reference
 from tests.kernels.stride_checks import check_insert_strides
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.recall import Judge, span_of, tile_of_units
-from vllm_cascade.kernels.triton.recall_choose import chosen_reference
 from vllm_cascade.kernels.triton.recall_copy import WORDS, copy_ring
-from vllm_cascade.kernels.triton.shapes import empty
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = {"head_size": 16, "num_heads": 1}
