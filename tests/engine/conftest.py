@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MODEL
+from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.pool import shorten_starts
 from tests.oracle.random_models import write_llama
 
@@ -13,6 +14,11 @@ from tests.oracle.random_models import write_llama
 @pytest.fixture(scope="session", autouse=True)
 def short_starts() -> None:
     shorten_starts()
+
+
+@pytest.fixture
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cuda_backend(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")

@@ -44,11 +44,9 @@ from vllm import LLM, SamplingParams
 
 from tests.conftest import MODEL
 from tests.engine import async_cpu, graph_profile
+from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.on_device import identity, of_family, often_right
 from tests.oracle.random_models import write_llama
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.engine.devices import CPU
 
 profiled: list[list[set[str]]] = []
@@ -62,8 +60,7 @@ def like_a_gpu() -> None:
     async_cpu.turn_on()
     profiled.append(graph_profile.turn_on())
     warmed.append(graph_profile.warm_kernels_up())
-    CPUKVPolicyBackend.get_impl_cls = lambda: TritonKVPolicyImpl
-    CPUKVPolicyBackend.get_builder_cls = lambda: CUDABuilder
+    use_cuda_backend()
     CPU.own_refusals = tuple(
         entry for entry in CPU.own_refusals if entry.name != "Model Runner V2 on the CPU"
     )
@@ -130,11 +127,8 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
     from tests.engine import chats, test_sessions
     from tests.engine.pool import EnginePool
     from tests.engine.test_sessions_cuda import TOKENS, TURNS
-    from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
     from vllm_cascade.engine.devices import CUDA
 
-    for name in ("make_stores", "count_stores"):
-        setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
     CPU.session_copies = CUDA.session_copies
     pool = EnginePool()
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.engine import test_recurrent
+from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.delta_rule import delta_rule_in_fp32
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.stored_rows import StoredRows
@@ -38,10 +39,6 @@ from tests.engine.test_units import answer, kept_sets, replay
 from tests.oracle.families import FAMILIES, run_family, write_family
 from tests.oracle.quantised import Quantiser
 from tests.oracle.recurrent import run_recurrent, write_recurrent
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.kernels.cpp.library import load
 
 __all__ = ["model_of", "recurrent_models", "written"]  # fixtures
@@ -187,10 +184,7 @@ def test_windows_on_triton(
     family: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CUDA backend's kernels, interpreted, with rings: a builder for each kind of layers."""
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-    for name in ("make_stores", "count_stores"):
-        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+    use_cuda_backend(monkeypatch.setattr)
     two_layers, prompt, total = shallow(FAMILIES[family]), 133, 180
     path = write_family(tmp_path, two_layers)
     settings = {**POLICIES["sink"], "budget": 32, "prefill_stride": 16, "recall_every": 4}

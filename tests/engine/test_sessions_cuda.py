@@ -7,14 +7,12 @@ rows in 8 bits with the rows' scales.
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.conftest import MODEL
 from tests.engine import async_cpu
 from tests.engine.chats import ask, chat, flush, index_of, says, uninterrupted, wait_for_files
 from tests.engine.drafters import scripted
@@ -26,9 +24,6 @@ from tests.engine.test_sessions import engine
 from tests.engine.test_speculation import check_released, compare, drafted, spoken
 from tests.engine.test_triton_recall import CASCADE, EACH
 from tests.oracle.families import shallow, write_family
-from tests.oracle.random_models import write_llama
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.engine.devices import CPU, CUDA
 from vllm_cascade.sessions.copies import StreamCopies
 
@@ -65,20 +60,9 @@ ROWS = [("cascade", "fp8"), ("recall", "int8_per_token_head"), ("recall-heads", 
 
 
 @pytest.fixture(autouse=True)
-def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def like_cuda(monkeypatch: pytest.MonkeyPatch, triton_backend: None) -> None:
     async_cpu.turn_on(monkeypatch.setattr)
-    for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
-        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
-    latent = CUDALatentBackend.get_impl_cls
-    monkeypatch.setattr(CPULatentBackend, "get_impl_cls", latent)
     monkeypatch.setattr(CPU, "session_copies", CUDA.session_copies)
-    yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +87,16 @@ def start(pool: EnginePool, name: str, folder: Path, model: Path, **kwargs: Any)
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_and_a_new_engine(
-    name: str, engine_pool: EnginePool, tmp_path: Path, model: Path
+    name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path
 ) -> None:
-    check_chat(engine_pool, name, tmp_path, model)
+    check_chat(engine_pool, name, tmp_path, llama)
 
 
 @pytest.mark.parametrize(("name", "cache_dtype"), ROWS)
 def test_rows_in_8_bits(
-    name: str, cache_dtype: str, engine_pool: EnginePool, tmp_path: Path, model: Path
+    name: str, cache_dtype: str, engine_pool: EnginePool, tmp_path: Path, llama: Path
 ) -> None:
-    check_chat(engine_pool, name, tmp_path, model, kv_cache_dtype=cache_dtype)
+    check_chat(engine_pool, name, tmp_path, llama, kv_cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize(("name", "cache_dtype"), LATENT)
@@ -158,10 +142,10 @@ def check_chat(
 
 
 @pytest.mark.parametrize("name", ["h2o", "recall"])
-def test_drafts(name: str, engine_pool: EnginePool, tmp_path: Path, model: Path) -> None:
+def test_drafts(name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path) -> None:
     """A session is the state after the tokens of its answer, and no draft."""
-    truth = uninterrupted(start(engine_pool, name, tmp_path, model), TOKENS, 2)
-    llm = start(engine_pool, name, tmp_path, model, speculative_config=scripted(5))
+    truth = uninterrupted(start(engine_pool, name, tmp_path, llama), TOKENS, 2)
+    llm = start(engine_pool, name, tmp_path, llama, speculative_config=scripted(5))
     spoken(TOKENS, truth)
     compare(chat(llm, TOKENS, 2), truth)
     seen, accepted = drafted(llm)
@@ -172,7 +156,7 @@ def test_drafts(name: str, engine_pool: EnginePool, tmp_path: Path, model: Path)
 
 
 @pytest.mark.parametrize("name", ["cascade", "recall"])
-def test_second_runner(name: str, engine_pool: EnginePool, tmp_path: Path, model: Path) -> None:
+def test_second_runner(name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path) -> None:
     """The order of copies of Model Runner V2, beside snapshots of prompts.
 
     The uninterrupted stream is the first runner's.
@@ -180,7 +164,7 @@ def test_second_runner(name: str, engine_pool: EnginePool, tmp_path: Path, model
     found = run(CASES[name], "sessions")
     assert found["runner"] == "V2"
     assert found["hits"] == {"memory": TURNS - 2, "disk": 1} and found["reused"] > 0, found
-    truth = uninterrupted(start(engine_pool, name, tmp_path, model), TOKENS, TURNS)
+    truth = uninterrupted(start(engine_pool, name, tmp_path, llama), TOKENS, TURNS)
     for (ids, logprobs), (wanted, own) in zip(found["answers"], truth, strict=True):
         assert ids == wanted
         np.testing.assert_allclose(logprobs, own, atol=1e-5)

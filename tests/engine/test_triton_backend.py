@@ -6,7 +6,6 @@ these tests. All of the path but CUDA graphs is what a GPU would run: log-probab
 tokens of every stride, prompt and decode, and of several requests at once.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from tests.engine.test_against_oracle import compare, oracle_model, prompt_logpr
 from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda import SWITCH
-from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import _of_devices, workspace_of
 from vllm_cascade.kernels.triton.configs import LEAST_PART
 from vllm_cascade.kernels.triton.repeat import Repeater
+
+pytestmark = pytest.mark.usefixtures("triton_backend")
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
@@ -56,13 +55,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dgc-8": {"name": "dgc", "budget": 20, "prefill_stride": 8},
     "dgc-cluster-9": {"name": "dgc", "budget": 20, "importance": "cluster", "prefill_stride": 9},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-    yield
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,7 @@ from tests.engine.test_triton_speculation import (
 from tests.engine.test_triton_speculation import engine as scripted_engine
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES
-from vllm_cascade.attention.cpu.backend import CPULatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonLatentImpl
 
 EXACT = [name for name in CASES if name not in ("random", "recall")]
 """``random`` draws other numbers for other layers, and draft models recall nothing."""
@@ -122,10 +120,7 @@ def test_layers_of_other_kinds(
     settings = {"skip_tokenizer_init": True, "kv_cache_dtype": cache_dtype}
     prompts = [TOKENS[:45], TOKENS[50:58]]
     truth = answers(plain(engine_pool, CASCADE, model, **settings), prompts, num=20)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CPULatentBackend, "get_impl_cls", lambda: TritonLatentImpl)
-        patch.setattr(CPULatentBackend, "get_builder_cls", lambda: CUDABuilder)
-        llm = engine(engine_pool, CASCADE, 4, model, **settings)
+    llm = engine(engine_pool, CASCADE, 4, model, **settings)
     with always_right(llm):
         compare(answers(llm, prompts, num=20), truth, 1e-4 if cache_dtype == "auto" else 5e-3)
     engine_pool.close()

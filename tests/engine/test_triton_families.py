@@ -6,7 +6,6 @@ each kind of layers. Log-probabilities and kept tokens past the windows and the 
 batch and from a snapshot.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from tests.engine.test_units import decode
 from tests.oracle import full_attention
 from tests.oracle.families import FAMILIES, run_family, shallow, write_family
 from tests.oracle.quantised import Quantiser
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
 
 __all__ = ["experts_in_one_group", "model_of", "written"]  # fixtures
+pytestmark = pytest.mark.usefixtures("triton_backend")
+
 FAST = ("gemma3", "cascade")
 SLOW = [
     FAST,
@@ -46,18 +44,9 @@ SLOW = [
     ("gemma3n", "units"),
 ]
 
-
 ALL = {**FAMILIES, **full_attention.OWN_MODULES, **full_attention.BY_TRANSFORMERS}
 STRIDES = {"phi3": 32}
 """Of a model with 128 positions, which are not enough for 64 tokens beside what is kept."""
-
-
-@pytest.fixture(autouse=True)
-def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-    monkeypatch.setattr(CPULatentBackend, "get_impl_cls", lambda: TritonLatentImpl)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-    yield
 
 
 def engine(pool: EnginePool, path: Path, policy: dict[str, Any], **kwargs: Any) -> Any:

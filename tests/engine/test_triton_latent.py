@@ -5,7 +5,6 @@ Whole engines whose CPU backend is given the CUDA backend's code, as in ``test_t
 which runs these families, too.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,28 +33,19 @@ from tests.engine.test_triton_families import (
     check_company,
     check_decoding,
     engine,
-    triton_backend,
 )
 from tests.engine.test_triton_processes import check as in_processes
 from tests.engine.test_units import kept_sets
 from tests.oracle.families import run_family, shallow, write_family
 from tests.oracle.full_attention import LATENT, OWN_MODULES
 from tests.oracle.quantised import Quantiser
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.latent import OwnPrefill
 from vllm_cascade.engine.devices import CPU, DEVICES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.recall.rings import Rings
 
-__all__ = ["experts_in_one_group", "triton_backend"]  # fixtures
-
-
-@pytest.fixture(autouse=True)
-def rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("make_stores", "count_stores"):
-        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
-    yield
+__all__ = ["experts_in_one_group"]  # a fixture
+pytestmark = pytest.mark.usefixtures("triton_backend")
 
 
 def test_deepseek(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,12 @@ from tests.engine.pool import EnginePool
 from tests.engine.test_batching import ForceTokens
 from tests.engine.test_families import POLICIES
 from tests.engine.test_quantised import ALONE, Case, compare, compare_recalled
-from tests.engine.test_triton_backend import CASCADE, triton_backend
+from tests.engine.test_triton_backend import CASCADE
 from tests.engine.test_triton_families import check_company, check_decoding
 from tests.oracle.families import FAMILIES, shallow, write_family
 from tests.oracle.random_models import write_llama
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 
-__all__ = ["triton_backend"]  # a fixture
+pytestmark = pytest.mark.usefixtures("triton_backend")
 
 TOKENS = np.random.default_rng(5).integers(1, 500, 140).tolist()
 EACH = {"head_policy": "per_kv_head"}
@@ -77,12 +75,8 @@ def test_against_the_oracle(name: str, engine_pool: EnginePool, model: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8"])
-def test_recall(
-    cache_dtype: str, engine_pool: EnginePool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recall(cache_dtype: str, engine_pool: EnginePool, model: Path) -> None:
     """Units come back from rings as the codes that they were, with their scales."""
-    for name in ("make_stores", "count_stores"):
-        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
     case = Case(cache_dtype, RECALLING, ALONE)
     assert compare_recalled(engine(engine_pool, case, model), TOKENS, 101, case, model) > 10
     engine_pool.close()

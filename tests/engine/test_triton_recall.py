@@ -5,7 +5,6 @@ As in ``test_triton_backend.py`` the CPU backend is given the CUDA backend's cod
 rings, whose rows lie in ordinary memory.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,15 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.conftest import MODEL
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_batching import ForceTokens
 from tests.engine.test_prefix_caching import Turn, ask
 from tests.engine.test_recall import read
 from tests.engine.test_units import generated, kept_sets
-from tests.oracle.random_models import write_llama
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.recall.rings import Rings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("triton_backend")]
 
 TOKENS = np.random.default_rng(3).integers(1, 500, 700).tolist()
 EACH = {"head_policy": "per_kv_head"}
@@ -81,21 +74,6 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-    for name in ("make_stores", "count_stores"):
-        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
-    yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
-
-
 def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any) -> Any:
     """An engine of its own: the pool's others use the PyTorch path."""
     pool.close()
@@ -142,22 +120,22 @@ def stores_of(llm: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name: str, engine_pool: EnginePool, model: Path) -> None:
+def test_cases(name: str, engine_pool: EnginePool, llama: Path) -> None:
     settings, prompt, total = CASES[name]
-    llm = engine(engine_pool, settings, model)
+    llm = engine(engine_pool, settings, llama)
     assert isinstance(stores_of(llm), Rings)
-    check(llm, settings, TOKENS[:total], prompt, model)
+    check(llm, settings, TOKENS[:total], prompt, llama)
     assert counters(llm)["recalled_units"] > settings["recall"]
     engine_pool.close()
 
 
-def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
+def test_requests_of_their_own(engine_pool: EnginePool, llama: Path) -> None:
     """Side by side, with fewer recalled units, another policy, none at all: as the oracle says.
 
     Rows come and go, more requests than rings; in the end no ring is in use.
     """
     base = {**CASCADE, "prefill_stride": 16, "recall": 2, "recall_store": 48}
-    llm = engine(engine_pool, base, model)
+    llm = engine(engine_pool, base, llama)
     asked: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
         ({}, {}, 73, 20),
         ({"kv_recall": 1}, {"recall": 1}, 90, 9),
@@ -187,7 +165,7 @@ def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
     prompts = [{"prompt_token_ids": text[:a]} for text, a in zip(texts, lengths, strict=True)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for text, (_, settings, a, _), output in zip(texts, asked, outputs, strict=True):
-        truth = run_oracle({**base, **settings}, text, model, prompt_len=a)
+        truth = run_oracle({**base, **settings}, text, llama, prompt_len=a)
         logprobs = prompt_logprobs(output) + generated(output)[1]
         error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
         print(f"{settings}: max {error.max():.1e}")
@@ -198,11 +176,11 @@ def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
     engine_pool.close()
 
 
-def test_requests_that_do_not_evict_need_no_ring(engine_pool: EnginePool, model: Path) -> None:
+def test_requests_that_do_not_evict_need_no_ring(engine_pool: EnginePool, llama: Path) -> None:
     """With two rings, two requests evict at a time; short ones and others run beside them."""
     base = {**CASCADE, "prefill_stride": 16, "recall": 2, "recall_store": 48}
     ring = 2 * 2 * 48 * 2 * 16 * 4  # layers, heads, tokens, keys and values of 16 numbers
-    llm = engine(engine_pool, {**base, "recall_memory": 2.7 * ring / 2**30}, model, max_num_seqs=5)
+    llm = engine(engine_pool, {**base, "recall_memory": 2.7 * ring / 2**30}, llama, max_num_seqs=5)
     assert len(stores_of(llm)._free) == 2
     core = llm.llm_engine
     asked = {"long": (70, 8, None), "short": (20, 8, None), "plain": (70, 8, 0), "next": (66, 9, 2),
@@ -228,7 +206,7 @@ def test_requests_that_do_not_evict_need_no_ring(engine_pool: EnginePool, model:
     for name, (length, num, recall) in asked.items():
         settings = base if recall is None else {**base, "recall": recall}
         tokens, logprobs = found[name]
-        truth = run_oracle(settings, TOKENS[:length] + tokens, model, prompt_len=length)
+        truth = run_oracle(settings, TOKENS[:length] + tokens, llama, prompt_len=length)
         assert len(tokens) == num
         np.testing.assert_allclose(logprobs, truth.logprobs[length - 1 :], atol=2e-4, err_msg=name)
     engine_pool.close()
@@ -249,7 +227,7 @@ def check_turn(
 
 
 @pytest.mark.parametrize("heads", ["homogeneous", "per_kv_head"])
-def test_snapshots_keep_units(heads: str, engine_pool: EnginePool, model: Path) -> None:
+def test_snapshots_keep_units(heads: str, engine_pool: EnginePool, llama: Path) -> None:
     """Requests that start from them recall what was evicted before, alone and in a batch."""
     settings = {
         **CASCADE,
@@ -259,10 +237,10 @@ def test_snapshots_keep_units(heads: str, engine_pool: EnginePool, model: Path) 
         "recall_every": 3,
         "head_policy": heads,
     }
-    llm = engine(engine_pool, settings, model, enable_prefix_caching=True)
+    llm = engine(engine_pool, settings, llama, enable_prefix_caching=True)
     prompts = [TOKENS[:90], TOKENS[:70] + TOKENS[300:320], TOKENS[:70] + TOKENS[400:410]]
     turns = zip(prompts, (0, 0, 64), strict=True)
-    alone = [check_turn(llm, prompt, cached, settings, model) for prompt, cached in turns]
+    alone = [check_turn(llm, prompt, cached, settings, llama) for prompt, cached in turns]
     together = ask(llm, prompts, 12)
     assert [turn[0] for turn in together] == [80, 80, 64]
     for one, other in zip(alone, together, strict=True):

@@ -28,10 +28,11 @@ from tests.engine.test_recurrent import (
     recurrent_models,
     skip_without_pictures,
 )
-from tests.engine.test_triton_families import check_company, triton_backend
+from tests.engine.test_triton_families import check_company
 from tests.oracle.recurrent import RECURRENT
 
-__all__ = ["model_of", "recurrent_models", "triton_backend"]  # fixtures
+__all__ = ["model_of", "recurrent_models"]  # fixtures
+pytestmark = pytest.mark.usefixtures("triton_backend")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.engine.chats import Turn
+from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.drafters import Scripted, scripted
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import run_oracle
@@ -33,10 +34,6 @@ from tests.engine.test_speculation import (
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES
 from tests.oracle.settings import with_prompt
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
 from vllm_cascade.engine.gpu_worker import keep_prompts_out_of_graphs
 
 SMALL = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 16}
@@ -74,10 +71,7 @@ ANSWER = 30
 def triton() -> Iterator[None]:
     """Engines that start in this context run the CUDA backend's code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-        patch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-        for name in ("make_stores", "count_stores"):
-            patch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+        use_cuda_backend(patch.setattr)
         yield
 
 
@@ -148,10 +142,7 @@ def test_layers_of_other_kinds(
     settings["kv_cache_dtype"] = cache_dtype
     prompts = [TOKENS[:45], TOKENS[50:58]]
     truth = answers(engine(engine_pool, policy, 0, model, **settings), prompts, num=20)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CPULatentBackend, "get_impl_cls", lambda: TritonLatentImpl)
-        patch.setattr(CPULatentBackend, "get_builder_cls", lambda: CUDABuilder)
-        llm = engine(engine_pool, policy, 4, model, **settings)
+    llm = engine(engine_pool, policy, 4, model, **settings)
     script(prompts, truth, 0.6)
     compare(answers(llm, prompts, num=20), truth)
     assert spec_metric(llm, "num_accepted_tokens") > 5

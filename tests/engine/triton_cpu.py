@@ -31,22 +31,19 @@ def use_triton() -> None:
 
         like_a_gpu()
         torch.Tensor.record_stream = lambda self, stream: None  # a CPU has no streams
+    from tests.engine.cuda_backend import use_cuda_backend
     from tests.interpreter import quicken
-    from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
-    from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
     from vllm_cascade.engine.worker import KVPolicyWorker
     from vllm_cascade.kernels.triton.repeat import Repeater
 
     quicken()
+    use_cuda_backend()
     counters = KVPolicyWorker.kv_policy_counters
 
     def all_counters(self: KVPolicyWorker) -> dict[str, int]:
         return counters(self) | {"repeats": Repeater.number}
 
     KVPolicyWorker.kv_policy_counters = all_counters
-    for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
-        setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
-    CPULatentBackend.get_impl_cls = CUDALatentBackend.get_impl_cls
 
 
 def share_experts() -> None:
