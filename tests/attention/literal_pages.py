@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.policies import literal
+from vllm_cascade.policies import rules as policies
+
 POISON = 0xFF
 """Every byte of fresh memory: NaN, or a rank of -1."""
 MAX_DISTANCE = 40
@@ -212,33 +215,11 @@ def attend(
     return output, (added.values if shape.reduction == "median" else added).tolist()
 
 
-def apply_rule(line: list[Token], rule: Rule, value: dict[int, float], newest: bool) -> list[Token]:
-    """A line without what one rule deletes; ``value`` by stream index."""
-    lo, hi, evicts, cell = rule
-    if not evicts:
-        return line
-
-    def order(token: Token) -> tuple[float, int]:
-        return value[token.stream], token.stream if newest else -token.stream
-
-    middle = line[lo:hi]
-    if cell:
-        cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
-        stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
-    elif evicts == len(middle):
-        stay = []
-    else:
-        victim = min(middle, key=order)
-        stay = [token for token in middle if token is not victim]
-    assert len(middle) - len(stay) == evicts
-    return line[:lo] + stay + line[hi:]
-
-
 def insert(
     shape: Shape, request: Request, head_set: int, new: torch.Tensor, added: list[float]
 ) -> list[Token]:
     """A set's tokens after the stride, in their slots."""
-    line, num_tokens = list(request.lines[head_set]), request.num_tokens
+    line, num_tokens = request.lines[head_set], request.num_tokens
     scoring = request.scoring
     heads = shape.heads(head_set)
     fresh = [
@@ -253,10 +234,13 @@ def insert(
             every[request.scored + t].score += score
     seen = request.stream + num_tokens
     value = {t.stream: t.score / (seen - t.stream if scoring.per_age else 1) for t in every}
+    left = [token.stream for token in line]
     for token, rules in zip(fresh, request.rules, strict=True):
-        line = [*line, token]
+        left.append(token.stream)
         for rule in rules:
-            line = apply_rule(line, rule, value, scoring.newest_stays)
+            if rule[2]:
+                left = literal.apply(policies.Rule(*rule), left, value, scoring.newest_stays)
+    line = [token for token in every if token.stream in left]
     taken = {token.slot for token in line}
     free = (slot for slot in range(request.new_slots) if slot not in taken)
     for token in line:

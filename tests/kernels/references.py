@@ -3,8 +3,10 @@
 
 import torch
 
+from tests.policies.literal import insert
 from vllm_cascade.kernels.columns import CACHED, OLD_SLOTS, STEP_COLUMNS
 from vllm_cascade.kernels.triton.schedule import TABLE_COLUMNS
+from vllm_cascade.policies.rules import Rule
 
 
 def rotate_reference(
@@ -184,26 +186,8 @@ def survivors_reference(
         rules: lo, hi, evicts and cell of each.
         compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
     """
-    kept = []
-    for row in compared.tolist():
-        line = list(range(cached + 1))
-
-        def order(r: int, row: list[float] = row) -> tuple[float, int]:
-            return row[r], r if newest_stays else -r
-
-        for lo, hi, evicts, cell in rules:
-            middle = line[lo:hi] if evicts else []
-            if cell:
-                cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
-                stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
-            elif evicts == len(middle):
-                stay = []
-            else:
-                victim = min(middle, key=order)
-                stay = [r for r in middle if r != victim]
-            line = line[:lo] + stay + line[lo + len(middle) :]
-        kept.append(line)
-    return kept
+    own = [Rule(*numbers) for numbers in rules if numbers[2]]
+    return [insert(range(cached), [own], row, newest_stays) for row in compared.tolist()]
 
 
 def schedule_reference(

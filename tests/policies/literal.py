@@ -33,7 +33,7 @@ def winner(cell: list[int], values: Values, newest_stays: bool) -> int:
 
 
 def insert(
-    line: list[int], tokens: Sequence[Sequence[Rule]], values: Values, newest_stays: bool
+    line: Sequence[int], tokens: Sequence[Sequence[Rule]], values: Values, newest_stays: bool
 ) -> list[int]:
     """What is left of a line of tokens ``0 .. n - 1`` after one more for each list of rules."""
     new = len(line)
