@@ -46,6 +46,8 @@ from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.step.requests import RunnerV2Requests
 
+pytestmark = pytest.mark.usefixtures("triton")
+
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 RULES: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "budget": 9},
@@ -63,12 +65,6 @@ NO_RULES: dict[str, dict[str, Any]] = {
     "clusters": {"name": "dgc", "budget": 12, "importance": "cluster"},
     "out-of-order": {"name": "dgc", "budget": 12, "order": "importance"},
 }
-
-
-@pytest.fixture(autouse=True)
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
 
 
 def common(

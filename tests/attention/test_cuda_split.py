@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.attention import test_paged
+from tests.attention.conftest import use_triton
 from tests.attention.test_paged import CASCADE, H2O, OWN, PagedLayer, Shape
-from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import workspace_of
 
@@ -27,8 +27,7 @@ POLICIES: dict[str, tuple[Shape, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worth a part is lowered to what these caches have."""
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     monkeypatch.setattr(TritonKVPolicyImpl, "least_part", LEAST)
 
 

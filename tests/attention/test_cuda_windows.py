@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.attention import test_windows
+from tests.attention.conftest import use_triton
 from tests.attention.test_cuda import AtOnce, common
 from tests.attention.test_paged import Shape
 from tests.attention.test_replay import Graph
@@ -23,8 +24,6 @@ from tests.attention.test_windows import (
     random_streams,
     run_streams,
 )
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.kernels import columns
 
 SLOW = ("window beyond the budget", "recall beyond the budget", "many")
@@ -32,8 +31,7 @@ SLOW = ("window beyond the budget", "recall beyond the budget", "many")
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_windows, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_windows, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch, layers=test_windows)
 
 
 def cases() -> list[Any]:

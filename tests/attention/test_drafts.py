@@ -16,6 +16,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.attention import test_paged
+from tests.attention.conftest import use_triton
 from tests.attention.test_paged import (
     BEEHIVE,
     CASCADE,
@@ -32,7 +33,6 @@ from tests.attention.test_paged import (
 from tests.attention.test_selfcheck import broken
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH
-from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.kernels.cpp.library import load
@@ -99,8 +99,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The implementation that layers built in this test get; Triton's is interpreted."""
     if request.param == "triton":
-        monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-        monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+        use_triton(monkeypatch)
     else:
         monkeypatch.setenv(SWITCH, request.param)
     return request.param
@@ -517,8 +516,7 @@ def kernel(function: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], 
 def test_a_broken_part_is_caught_on_cuda(
     breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     breakage(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
         run("small-window", 5, 0.5, seed=5)

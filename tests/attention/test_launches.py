@@ -18,16 +18,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.attention import test_paged
+from tests.attention.conftest import use_triton
 from tests.attention.host_time import decode_step, nothing_launched, prompt
 from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce, common
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda.repeats import SWITCH
 from vllm_cascade.attention.cuda.workspace import workspace_of
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
+
+pytestmark = pytest.mark.usefixtures("launched_in_python")
 
 TOKENS, STRIDE = 4096, 256
 LAUNCHES = ("gather_strides", "attend_strides", "column_sums", "insert_strides")
@@ -51,12 +52,6 @@ would take the host some 50 us a call."""
 WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal",
            "aten._to_copy", "aten.unique", "aten.masked_select")  # fmt: skip
 """What would wait for a device, or copy to one and wait."""
-
-
-@pytest.fixture(autouse=True)
-def launched_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every layer itself, as by the first one of a step (``test_repeat.py`` has the others)."""
-    monkeypatch.setenv(SWITCH, "python")
 
 
 class Operations(TorchDispatchMode):
@@ -123,8 +118,7 @@ def counted() -> Iterator[tuple[Counter[str], Operations]]:
 def served(
     settings: dict[str, Any], patch: pytest.MonkeyPatch, requests: int = 1, drafts: int = 0
 ) -> PagedLayer:
-    patch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    patch.setattr(test_paged, "CPUBuilder", AtOnce)
+    use_triton(patch, AtOnce)
     layer = PagedLayer(SHAPE, {**settings, "prefill_stride": STRIDE}, 1 + 30 * requests, drafts)
     assert isinstance(layer.builder, CUDABuilder)
     return layer

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,21 +20,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from tests.attention import test_paged
+from tests.attention.conftest import use_triton
 from tests.attention.host_time import nothing_launched
 from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce
-from tests.attention.test_launches import Questions, calls_in, forward
-from tests.attention.test_paged import PagedLayer, Shape
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from tests.attention.test_launches import SHAPE, Questions, calls_in, forward
+from tests.attention.test_paged import PagedLayer
+from tests.conftest import ROOT
 from vllm_cascade.attention.cuda.repeats import SWITCH
 from vllm_cascade.kernels.triton import launch
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.rings import Rings
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("launched_in_python")
+
 ROWS, CHUNK, STRIDE, STORE = 16, 512, 256, 64
-SHAPE = Shape(num_kv_heads=1, group=2, head_size=16, rotary_dim=16)
 UNITS = {"num_subcaches": 2, "unit": 4, "num_sinks": 4}
 CASCADE = {"name": "cascade", "budget": 64, "num_subcaches": 2}
 DECODE = {"attend": 1, "merge": 1, "insert": 1}
@@ -67,12 +66,6 @@ STEPS: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
 """Settings, tokens that every request has seen, and a layer's launches."""
 
 
-@pytest.fixture(autouse=True)
-def launched_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every layer itself, as by the first one of a step (``test_repeat.py`` has the others)."""
-    monkeypatch.setenv(SWITCH, "python")
-
-
 class Everything(TorchDispatchMode):
     """Counts all that PyTorch does, be it only a view."""
 
@@ -86,8 +79,7 @@ class Everything(TorchDispatchMode):
 
 
 def layer_of(settings: dict[str, Any], patch: pytest.MonkeyPatch) -> PagedLayer:
-    patch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    patch.setattr(test_paged, "CPUBuilder", AtOnce)
+    use_triton(patch, AtOnce)
     layer = PagedLayer(SHAPE, {**settings, "prefill_stride": STRIDE}, 200)
     if layer.policy.recall:
         policy = layer.policy

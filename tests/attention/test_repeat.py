@@ -14,13 +14,10 @@ import pytest
 import torch
 import vllm.distributed
 
-from tests.attention import test_paged
 from tests.attention.steps import step_of
 from tests.attention.test_paged import BEEHIVE, CASCADE, DGC, H2O, IN_UNITS, PagedLayer, Shape
 from tests.attention.test_recall import new, output
 from vllm_cascade.attention.cuda import impl, repeats
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import _AllDrafts
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.engine import recall_memory
@@ -30,6 +27,8 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.rings import Rings
 
 LAYERS, PAGES = 2, 7
+pytestmark = pytest.mark.usefixtures("triton")
+
 CPU = torch.device("cpu")
 POLICIES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "window": (Shape(), {"name": "window", "budget": 17}),
@@ -96,12 +95,6 @@ class Model:
             layer.impl.forward(name, query, key, value, layer.pool, metadata, output)
             outputs.append(output)
         return outputs
-
-
-@pytest.fixture(autouse=True)
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
 
 
 @pytest.mark.parametrize(

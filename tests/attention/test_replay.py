@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from tests.attention import test_paged
 from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
 from tests.attention.test_drafts import Streams, run_to_the_end
@@ -34,10 +33,10 @@ from tests.attention.test_paged import (
     judged,
     oracle_for,
 )
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.policies.per_request import PerRequest
+
+pytestmark = pytest.mark.usefixtures("triton")
 
 MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.slice", "aten.select", "aten.view",
                  "aten.as_strided", "aten.detach", "aten.alias")  # fmt: skip
@@ -76,12 +75,6 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self._launches)
-
-
-@pytest.fixture(autouse=True)
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
 
 
 def run(

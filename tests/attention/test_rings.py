@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention import test_paged
+from tests.attention.conftest import use_triton
 from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
 from tests.attention.test_paged import PagedLayer, Shape, oracle_for
@@ -21,7 +21,6 @@ from tests.attention.test_recall import new, output, shape_of
 from tests.attention.test_replay import Graph
 from vllm_cascade.attention.cpu.paths import SWITCH
 from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cache.kinds import window_policy
@@ -530,8 +529,7 @@ def two_layers(
     """A layer of the CPU backend in PyTorch with its logs, and one of the CUDA backend."""
     monkeypatch.setenv(SWITCH, "pytorch")
     plain = PagedLayer(shape, settings, pages)
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     layer = PagedLayer(shape, settings, pages)
     stores = Stores(rings_of(layer, 4).shape)
     plain.builder.stores = stores

@@ -19,7 +19,8 @@ from vllm.config import CompilationConfig, CompilationMode, ObservabilityConfig
 from vllm.utils import jit_monitor
 from vllm.v1.worker import gpu_worker as vllm_worker
 
-from tests.attention import test_paged, test_windows
+from tests.attention import test_windows
+from tests.attention.conftest import use_triton
 from tests.attention.test_cuda import AtOnce
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_rings import rings_of
@@ -83,8 +84,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
         seen.add(variant_of(self, values))
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     yield seen
 
 
@@ -384,8 +384,7 @@ def everything_is_warm(served: Served, variants: set[Variant]) -> None:
 def test_nothing_is_compiled_for_a_window_after_the_warm_up(
     variants: set[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_windows, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_windows, "CPUBuilder", AtOnce)
+    use_triton(monkeypatch, AtOnce, test_windows)
     shape = Shape(dtype=torch.float16, sinks=True)
     settings = POLICIES["cascade"] | {"prefill_stride": STRIDE}
     layer = WindowLayer(shape, 100, settings)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.attention import test_paged
+from tests.attention.conftest import use_triton
 from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
 from tests.attention.test_launches import counted
@@ -21,8 +21,6 @@ from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_recall import new, output
 from vllm_cascade.attention.cuda import impl as layers
 from vllm_cascade.attention.cuda import workspace
-from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import Workspace, size_of, workspace_of
 from vllm_cascade.engine import recall_memory
 from vllm_cascade.kernels.columns import RECALL_COLUMNS, STEP_COLUMNS
@@ -117,8 +115,7 @@ def layer_of(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, requests: int, rings: int
 ) -> tuple[PagedLayer, Rings]:
     """A layer of the CUDA backend for so many requests, of which fewer may evict."""
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     shape = Shape(num_kv_heads=HEADS, group=GROUP, head_size=SIZE, rotary_dim=SIZE)
     layer = PagedLayer(shape, settings, 60)
     layer.impl._config = SimpleNamespace(scheduler_config=limits(64, requests))
@@ -255,8 +252,7 @@ def test_a_graph_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pool_of_the_profile_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM measures graphs on a pool that it throws away, here of rows with scales in the pages."""
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     layer = PagedLayer(Shape(cache_dtype="int8_per_token_head"), CASCADE, 4)
     metadata = layer.builder.build_for_cudagraph_capture(
         common([1] * 2, torch.zeros(2, 4, dtype=torch.int32))
