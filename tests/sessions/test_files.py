@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -558,13 +559,50 @@ def test_what_is_dropped_before_it_is_written_leaves_the_memory(
     assert entry.id == last.id and entry.header["stamp"] == last.stamp
 
 
+def often_killed(folder: Path, code: str, imported: str, moments: list[float]) -> Iterator[None]:
+    """After each kill of a process that runs ``code`` on ``folder``, that many seconds after it
+    began; another one begins when the caller goes on.
+
+    Args:
+        imported: what the processes find imported.
+    """
+    fork = f"""
+import os, signal, sys, time
+import {imported}
+sys.argv = ["x", {str(folder)!r}]
+for moment in {moments}:
+    child = os.fork()
+    if child == 0:
+        exec({code!r})
+    time.sleep(moment)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
+    sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", fork],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for _ in moments:
+            assert process.stdout.readline() == "killed\n"
+            yield
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0
+
+
 KILLED = """
 import sys, torch
+torch.set_num_threads(1)
 from pathlib import Path
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
 from vllm_cascade.sessions.session import Session
 folder = Path(sys.argv[1])
-print("ready", flush=True)
 for n in range(10**6):
     one = Session("context", f"tokens{n % 7}", n % 7, 100)
     header = {**{key: f"this {key}" for key in FOREIGN}, **one.header}
@@ -576,44 +614,16 @@ for n in range(10**6):
 def test_killed_while_writing(tmp_path: Path) -> None:
     """A hundred kills of a process that writes 2 MiB files over and over: every file is whole."""
     folder, rng, whole, halves = Folder(tmp_path), random.Random(1), 0, 0
-    code = KILLED.replace("import sys, torch", "import sys, torch; torch.set_num_threads(1)")
-    fork = f"""
-import os, sys, time, signal
-sys.argv = ["x", {str(tmp_path)!r}]
-code = {code!r}.replace('print("ready", flush=True)', '')
-import torch, vllm_cascade.sessions.files
-for moment in {[rng.random() * 0.08 for _ in range(100)]}:
-    child = os.fork()
-    if child == 0:
-        exec(code)
-    time.sleep(moment)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    print("killed", flush=True)
-    sys.stdin.readline()
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", fork],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        for _ in range(100):
-            assert process.stdout.readline() == "killed\n"
-            halves += len(list(tmp_path.glob(f".*{files.SUFFIX}")))
-            folder.open()
-            entries, bad = folder.entries()
-            assert not bad and not list(tmp_path.glob(f".*{files.SUFFIX}"))
-            for entry in entries:
-                header, found = read(tmp_path / entry.files[0], ENGINE)
-                assert (found["a"] == int(header["num_tokens"])).all()
-                whole += 1
-            folder.close()
-            process.stdin.write("\n")
-            process.stdin.flush()
-    assert process.returncode == 0
+    moments = [rng.random() * 0.08 for _ in range(100)]
+    for _ in often_killed(tmp_path, KILLED, "torch, vllm_cascade.sessions.files", moments):
+        halves += len(list(tmp_path.glob(f".*{files.SUFFIX}")))
+        folder.open()
+        entries, bad = folder.entries()
+        assert not bad and not list(tmp_path.glob(f".*{files.SUFFIX}"))
+        for entry in entries:
+            header, found = read(tmp_path / entry.files[0], ENGINE)
+            assert (found["a"] == int(header["num_tokens"])).all()
+            whole += 1
+        folder.close()
     print(f"{whole} files read, {halves} half-written files removed")
     assert whole > 100 and halves > 0

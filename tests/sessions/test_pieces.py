@@ -3,15 +3,21 @@
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tests.sessions.test_files import ENGINE, SHAPE, header_of, pools, same_logs, session, wait
+from tests.sessions.test_files import (
+    ENGINE,
+    SHAPE,
+    header_of,
+    often_killed,
+    pools,
+    same_logs,
+    session,
+    wait,
+)
 from vllm_cascade.cli import main
 from vllm_cascade.recall.log import Log
 from vllm_cascade.recall.stores import Stores
@@ -304,7 +310,6 @@ from pathlib import Path
 torch.set_num_threads(1)
 from tests.sessions.test_pieces import Chat
 chat = Chat(Path(sys.argv[1]))
-print("ready", flush=True)
 while True:
     if len(chat.turns) % 9 == 8:
         chat.log = type(chat.log)(chat.log.shape)
@@ -318,50 +323,23 @@ while True:
 def test_killed_while_writing_units(tmp_path: Path) -> None:
     """A hundred kills of a worker that keeps and removes sessions: all that is there is whole."""
     rng, whole, unused = random.Random(3), 0, 0
-    fork = f"""
-import os, signal, sys, time
-import torch
-from tests.sessions import test_pieces
-sys.argv = ["x", {str(tmp_path)!r}]
-code = {KILLED!r}.replace('print("ready", flush=True)', '')
-for moment in {[rng.random() * 0.15 for _ in range(100)]}:
-    child = os.fork()
-    if child == 0:
-        exec(code)
-    time.sleep(moment)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    print("killed", flush=True)
-    sys.stdin.readline()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", fork],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        for _ in range(100):
-            assert process.stdout.readline() == "killed\n"
-            folder = Folder(tmp_path)
-            folder.open()
-            entries, bad = folder.entries()
-            assert not bad
-            before = names(tmp_path)
-            folder.remove_unused()
-            unused += len(before - names(tmp_path))
-            worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
-            for entry in entries:
-                one = Session.of(entry.header, 0)
-                assert not read(worker, one)
-                chunks = worker.states[one.id].units.chunks
-                assert all(torch.isfinite(chunk.scale).all() for chunk in chunks)
-                whole += 1
-            worker.close()
-            folder.close()
-            process.stdin.write("\n")
-            process.stdin.flush()
-    assert process.returncode == 0
+    moments = [rng.random() * 0.15 for _ in range(100)]
+    for _ in often_killed(tmp_path, KILLED, "torch, tests.sessions.test_pieces", moments):
+        folder = Folder(tmp_path)
+        folder.open()
+        entries, bad = folder.entries()
+        assert not bad
+        before = names(tmp_path)
+        folder.remove_unused()
+        unused += len(before - names(tmp_path))
+        worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+        for entry in entries:
+            one = Session.of(entry.header, 0)
+            assert not read(worker, one)
+            chunks = worker.states[one.id].units.chunks
+            assert all(torch.isfinite(chunk.scale).all() for chunk in chunks)
+            whole += 1
+        worker.close()
+        folder.close()
     print(f"{whole} sessions read, {unused} files of units without a session removed")
     assert whole > 100 and unused > 0
