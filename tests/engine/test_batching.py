@@ -34,6 +34,18 @@ class ForceTokens(AdapterLogitsProcessor):
         return force
 
 
+def forced(text: list[int], length: int, **asked: Any) -> SamplingParams:
+    """Decode all of a text but its first ``length`` tokens, with every log-probability."""
+    return SamplingParams(
+        max_tokens=len(text) - length,
+        prompt_logprobs=0,
+        logprobs=0,
+        temperature=0.0,
+        ignore_eos=True,
+        extra_args={"forced": text[length:], **asked},
+    )
+
+
 def engine(pool: EnginePool, token_budget: int = 512, **policy: Any) -> Any:
     return pool.get(
         {**POLICY, **policy},

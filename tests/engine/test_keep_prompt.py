@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, run_oracle
-from tests.engine.test_batching import ForceTokens
+from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_units import generated, kept_sets
 from tests.oracle.model import OracleResult
 from tests.oracle.settings import with_prompt
@@ -49,14 +49,7 @@ def engine(pool: EnginePool, policy: dict[str, Any] = POLICY) -> Any:
 def read(llm: Any, texts: list[list[int]], lengths: list[int], asked: list[dict]) -> list[Any]:
     """Log-probabilities of texts, of which all but the prompts is decoded, side by side."""
     params = [
-        SamplingParams(
-            max_tokens=len(text) - length,
-            prompt_logprobs=0,
-            logprobs=0,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args={"forced": text[length:], **extra_args},
-        )
+        forced(text, length, **extra_args)
         for text, length, extra_args in zip(texts, lengths, asked, strict=True)
     ]
     prompts = [

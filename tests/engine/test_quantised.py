@@ -21,7 +21,7 @@ from tests.conftest import MODEL
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.stored_rows import StoredRows
 from tests.engine.test_against_oracle import PYTORCH, run_oracle
-from tests.engine.test_batching import ForceTokens
+from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_units import generated, in_any_company, kept_sets
 from tests.oracle.quantised import Stored
 from vllm_cascade.cache.quantised import CODES
@@ -136,13 +136,7 @@ def compare(
     model: Path = MODEL,
 ) -> None:
     """One request, of which so many tokens are the prompt, against the oracle."""
-    params = SamplingParams(
-        max_tokens=len(text) - length,
-        prompt_logprobs=0,
-        logprobs=0,
-        temperature=0.0,
-        extra_args={"forced": text[length:], **asked},
-    )
+    params = forced(text, length, **asked)
     llm.collective_rpc("kv_policy_trace", args=(1,))
     with StoredRows(llm, len(text), case.code) as rows:
         (output,) = llm.generate([{"prompt_token_ids": text[:length]}], params, use_tqdm=False)
@@ -242,14 +236,7 @@ def compare_recalled(
     llm: Any, text: list[int], length: int, case: Case, model: Path = MODEL
 ) -> int:
     """One request, of which so many tokens are the prompt; how often units were selected."""
-    policy, num = case.policy, len(text) - length
-    params = SamplingParams(
-        max_tokens=num,
-        prompt_logprobs=0,
-        logprobs=0,
-        temperature=0.0,
-        extra_args={"forced": text[length:]},
-    )
+    policy, params = case.policy, forced(text, length)
     llm.collective_rpc("kv_policy_trace", args=(1,))
     with StoredRows(llm, len(text)) as rows:
         (output,) = llm.generate([{"prompt_token_ids": text[:length]}], params, use_tqdm=False)

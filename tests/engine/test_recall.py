@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
-from tests.engine.test_batching import ForceTokens, engine
+from tests.engine.test_batching import ForceTokens, engine, forced
 from tests.engine.test_metrics import metrics
 from tests.engine.test_units import answer, generated, kept_sets, replay
 
@@ -105,16 +105,8 @@ def read(llm: Any, text: list[int], num_prompt: int) -> list[float]:
 
     Greedy text repeats itself, and units of equal tokens have equal keys: rounding would choose.
     """
-    params = SamplingParams(
-        max_tokens=len(text) - num_prompt,
-        logprobs=0,
-        prompt_logprobs=0,
-        temperature=0.0,
-        ignore_eos=True,
-        extra_args={"forced": text[num_prompt:]},
-    )
     prompt = {"prompt_token_ids": text[:num_prompt]}
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    (output,) = llm.generate([prompt], forced(text, num_prompt), use_tqdm=False)
     tokens, logprobs = generated(output)
     assert tokens == text[num_prompt:]
     return prompt_logprobs(output) + logprobs
@@ -314,16 +306,7 @@ def test_requests_of_their_own(engine_pool: EnginePool, book_tokens: list[int]) 
     }
     base = {"name": "cascade", "budget": 128, **SHARED}
     texts = {name: book_tokens[3000 * i + 50 :][: length + num] for i, name in enumerate(asked)}
-    params = [
-        SamplingParams(
-            max_tokens=num,
-            prompt_logprobs=0,
-            logprobs=0,
-            temperature=0.0,
-            extra_args={"forced": texts[name][length:], **extra},
-        )
-        for name, (extra, _) in asked.items()
-    ]
+    params = [forced(texts[name], length, **extra) for name, (extra, _) in asked.items()]
     prompts = [{"prompt_token_ids": text[:length]} for text in texts.values()]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for (name, (_, settings)), output in zip(asked.items(), outputs, strict=True):

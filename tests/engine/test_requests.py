@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, run_oracle
-from tests.engine.test_batching import ForceTokens
+from tests.engine.test_batching import ForceTokens, forced
 
 POLICY = {"name": "cascade", "budget": 128, "num_subcaches": 4, "prefill_stride": 64}
 ASKED: dict[str, dict[str, Any]] = {
@@ -57,17 +57,7 @@ def test_in_one_batch_each_is_its_own_oracles(
     llm = engine(engine_pool)
     length, decoded = 1000, 150
     texts = {name: book_tokens[3000 * i :][: length + decoded] for i, name in enumerate(ASKED)}
-    params = [
-        SamplingParams(
-            max_tokens=decoded,
-            prompt_logprobs=0,
-            logprobs=0,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args={"forced": texts[name][length:], **asked},
-        )
-        for name, asked in ASKED.items()
-    ]
+    params = [forced(texts[name], length, **asked) for name, asked in ASKED.items()]
     prompts = [{"prompt_token_ids": text[:length]} for text in texts.values()]
     (before,) = llm.collective_rpc("kv_policy_counters")
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import run_oracle
-from tests.engine.test_batching import ForceTokens
+from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_prefix_caching import Turn, ask
 from tests.engine.test_recall import read
 from tests.engine.test_units import generated, kept_sets
@@ -150,17 +150,7 @@ def test_requests_of_their_own(engine_pool: EnginePool, llama: Path) -> None:
         ({"kv_recall": 1}, {"recall": 1}, 66, 8),
     ]
     texts = [TOKENS[90 * i :][: a + b] for i, (*_, a, b) in enumerate(asked)]
-    params = [
-        SamplingParams(
-            max_tokens=b,
-            prompt_logprobs=0,
-            logprobs=0,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args={"forced": text[a:], **extra},
-        )
-        for text, (extra, _, a, b) in zip(texts, asked, strict=True)
-    ]
+    params = [forced(text, a, **extra) for text, (extra, _, a, _) in zip(texts, asked, strict=True)]
     lengths = [a for *_, a, _ in asked]
     prompts = [{"prompt_token_ids": text[:a]} for text, a in zip(texts, lengths, strict=True)]
     outputs = llm.generate(prompts, params, use_tqdm=False)

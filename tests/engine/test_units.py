@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
-from tests.engine.test_batching import engine
+from tests.engine.test_batching import engine, forced
 from tests.oracle.settings import oracle_settings
 from tests.oracle.unit_cases import CASES, UnitCase
 from vllm_cascade.kernels.cpp.library import load
@@ -218,16 +218,7 @@ def test_requests_of_their_own_in_one_batch(
     llm = engine(engine_pool, **UNIT_16)
     length, num = 437, 90
     texts = {name: book_tokens[3000 * i :][: length + num] for i, name in enumerate(OWN)}
-    params = [
-        SamplingParams(
-            max_tokens=num,
-            prompt_logprobs=0,
-            logprobs=0,
-            temperature=0.0,
-            extra_args={"forced": texts[name][length:], **asked},
-        )
-        for name, (asked, _) in OWN.items()
-    ]
+    params = [forced(texts[name], length, **asked) for name, (asked, _) in OWN.items()]
     prompts = [{"prompt_token_ids": text[:length]} for text in texts.values()]
     (before,) = llm.collective_rpc("kv_policy_counters")
     outputs = llm.generate(prompts, params, use_tqdm=False)
