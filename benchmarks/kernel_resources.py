@@ -136,8 +136,9 @@ def judge() -> list[str]:
     return lines
 
 
-def bus(layers: int = 32, heads: int = 8, size: int = 128, unit: int = 16) -> list[str]:
+def bus() -> list[str]:
     """Bytes of a request between host and device: of a choice, and of a decoded token."""
+    layers, heads, size, unit = 32, 8, 128, 16
     one = layers * heads * unit * 2 * size * 2
     lines = ["| what | KiB a unit, or a choice | KiB a decoded token |", "|---|---|---|"]
     for what, units in (

@@ -153,13 +153,13 @@ def real_model(which: str = DEFAULT) -> Path:
     return folder
 
 
-def real_gguf(which: str = DEFAULT) -> Path:
-    """The model's GGUF itself, for programs that run that.
+def real_gguf() -> Path:
+    """The default model's GGUF itself, for programs that run that.
 
     Raises:
         ModelUnavailable: see ``real_model``.
     """
-    source = SOURCES[which]
+    source = SOURCES[DEFAULT]
     with _only_one(models_folder(), source):
         return _gguf(source)
 

@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.conftest import ROOT
 from tools.settings_page import PAGE, page
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.policies.arguments import default_of
 from vllm_cascade.policies.registry import CHOICES, POLICIES
 from vllm_cascade.policies.settings import DEFAULT_BUDGET, KVPolicyConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md"))

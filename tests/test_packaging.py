@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tools.wheel import FOLDERS, build, check_tag
 
-ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
 

@@ -81,7 +81,7 @@ def _interval(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[float, fl
 
 
 def mean_of_groups(
-    groups: Sequence[np.ndarray], base: Sequence[np.ndarray] | None = None, *, seed: int = 0
+    groups: Sequence[np.ndarray], base: Sequence[np.ndarray] | None = None
 ) -> tuple[float, float, float]:
     """Mean of the groups' means, as ``(value, low, high)``; groups weigh alike.
 
@@ -91,7 +91,7 @@ def mean_of_groups(
         groups: a float array a group.
         base: of the same members. The value is then the share of its mean; NaN if that is 0.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = [rng.integers(len(group), size=(RESAMPLES, len(group))) for group in groups]
 
     def means(of: Sequence[np.ndarray]) -> tuple[float, np.ndarray]:
@@ -122,9 +122,9 @@ def perplexity_per_document(nll: Sequence[np.ndarray]) -> float:
     return float(np.mean([np.exp(document.mean()) for document in nll]))
 
 
-def position_bins(longest: int, first: int = 64) -> list[tuple[int, int]]:
+def position_bins(longest: int) -> list[tuple[int, int]]:
     """Positions ``[begin, end)`` that double in width: 0-64, 64-128, 128-256, ..."""
-    edges = [0, first]
+    edges = [0, 64]
     while edges[-1] < longest:
         edges.append(edges[-1] * 2)
     return [

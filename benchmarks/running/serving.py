@@ -187,12 +187,12 @@ class Server:
         assert self._process is not None
         self._process.wait()
 
-    def tail(self, lines: int = 12) -> str:
+    def tail(self) -> str:
         """The last lines it wrote: the error, where there is one."""
         self._log.seek(0)
         written = self._log.read().splitlines()
         errors = [line for line in written if "Error" in line and "Traceback" not in line]
-        return "\n".join(errors[-3:] or written[-lines:])
+        return "\n".join(errors[-3:] or written[-12:])
 
     def metrics(self) -> dict[str, float]:
         """Every unlabelled-by-us sample of ``/metrics``, summed over its labels."""

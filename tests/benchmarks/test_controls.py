@@ -29,15 +29,15 @@ def registered():
     controls.register()
 
 
-def streamed(policy: Policy, num_tokens: int, stride: int, num_sets: int = 1) -> torch.Tensor:
-    """Token indices kept after a stream, ``[num_sets, count]``."""
-    kept = torch.zeros(num_sets, 0, dtype=torch.int64)
+def streamed(policy: Policy, num_tokens: int, stride: int) -> torch.Tensor:
+    """Token indices kept after a stream, ``[1, count]``."""
+    kept = torch.zeros(1, 0, dtype=torch.int64)
     for begin in range(0, num_tokens, stride):
         size = min(stride, num_tokens - begin)
-        line = torch.cat([kept, torch.arange(begin, begin + size).expand(num_sets, -1)], dim=1)
+        line = torch.cat([kept, torch.arange(begin, begin + size)[None]], dim=1)
         schedule = compiled(policy)
         mask = schedule.survivors(torch.zeros(line.shape), schedule.plan(begin, size))
-        kept = line[mask].view(num_sets, -1)
+        kept = line[mask][None]
     return kept
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with windows beside a policy's: slots of a page, pages of a request, bytes of both."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
@@ -15,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from tests.conftest import ROOT
 from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.spec import KVPolicySpec, request_bytes, stock_bytes
@@ -23,7 +22,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
-MEMORY = Path(__file__).resolve().parents[2] / "docs/MEMORY.md"
+MEMORY = ROOT / "docs/MEMORY.md"
 
 
 def policy(**settings: object) -> Policy:

@@ -2,7 +2,6 @@
 """Recurrent states beside a policy's pages: sizes, who owns what, and what a snapshot copies."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.conftest import ROOT
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -26,7 +26,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
-MEMORY = Path(__file__).resolve().parents[2] / "docs/MEMORY.md"
+MEMORY = ROOT / "docs/MEMORY.md"
 BLOCK = 16
 TOKEN = 2 * 2 * 8 * 2  # K and V of 2 heads of 8 bfloat16 numbers
 STATE = ((3, 40), (4, 8, 64))  # 240 + 8,192 bytes

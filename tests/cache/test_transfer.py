@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.step.positions import CachePositions
 
-PACKAGE = Path(__file__).resolve().parents[2] / "vllm_cascade"
+PACKAGE = ROOT / "vllm_cascade"
 STEPS = [
     *sorted((PACKAGE / "attention" / "cuda").glob("*.py")),
     *sorted((PACKAGE / "step").glob("*.py")),

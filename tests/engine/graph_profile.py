@@ -53,7 +53,7 @@ def turn_on(setattr_: Any = setattr) -> list[set[str]]:
     return found
 
 
-def warm_kernels_up(setattr_: Any = setattr) -> list[int]:
+def warm_kernels_up() -> list[int]:
     """Every engine on the second runner serves vLLM's own requests first.
 
     Returns:
@@ -76,8 +76,8 @@ def warm_kernels_up(setattr_: Any = setattr) -> list[int]:
             warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
         return times
 
-    setattr_(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
-    setattr_(torch.accelerator, "synchronize", lambda *_: None)
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
+    torch.accelerator.synchronize = lambda *_: None
     # Triton's interpreter cannot run vLLM's kernel for top-k and top-p.
-    setattr_(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0.0))
+    SamplingParams.for_sampler_warmup = lambda: SamplingParams(temperature=0.0)
     return found

@@ -96,8 +96,8 @@ def ask(server: Server, prompt: Any, max_tokens: int = 8, **kwargs: Any) -> list
     return answer.choices
 
 
-def oracle_logprobs(tokens: list[int], model: Path = MODEL) -> torch.Tensor:
-    return run_oracle(POLICY, tokens, model).logits_last.log_softmax(-1)
+def oracle_logprobs(tokens: list[int]) -> torch.Tensor:
+    return run_oracle(POLICY, tokens).logits_last.log_softmax(-1)
 
 
 def test_logprobs_and_prompt_logprobs(server: Server, prompt: list[int]) -> None:

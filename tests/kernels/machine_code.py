@@ -222,7 +222,7 @@ class JudgeCounts:
 INTEGERS = ("IMMA", "IGMMA", "UTCIMMA", "HMMA", "HGMMA")
 
 
-def judge_counts(shape: Shape, capability: int, asking: int = 1) -> JudgeCounts:
+def judge_counts(shape: Shape, capability: int, asking: int) -> JudgeCounts:
     """The kernel that looks at every stored key, of single tokens or of strides."""
     layer = Layer(shape)
     launches = launches_of(lambda: layer.recall(asking), capability)

@@ -40,7 +40,6 @@ class Access:
     kind: str
     program: int
     epoch: int
-    seq: int
     site: tuple[str, ...]
     size: int
     address: np.ndarray  # of the elements that are not masked
@@ -57,7 +56,6 @@ class Launch:
     grid: tuple[int, ...]
     warps: int
     accesses: int = 0
-    bytes_written: int = 0
     barriers: int = 0
     atomics: int = 0
     cross: Counter = field(default_factory=Counter)
@@ -85,11 +83,10 @@ class Detector:
         self,
         folder: str = "kernels/triton",
         orders: int = 2,
-        seed: int = 0,
         without: str = "",
     ) -> None:
         """``without``: a barrier of ``barriers`` that is left out, to see it missed."""
-        self._folder, self._orders, self._rng = folder, orders, random.Random(seed)
+        self._folder, self._orders, self._rng = folder, orders, random.Random(0)
         self._without = barriers()[without] if without else ""
         self.launches: list[Launch] = []
         self._recording: _Record | None = None
@@ -222,7 +219,7 @@ class _Record:
         self.found, self._folder = found, folder
         self.names, self._ranges = names
         self._all: list[Access] = []
-        self._program = self._epoch = self._seq = 0
+        self._program = self._epoch = 0
         self._grid_idx: dict[int, tuple[int, int, int]] = {}
         self._clock: dict[int, dict[int, int]] = defaultdict(dict)  # program -> program -> epochs
         self._released: dict[int, dict[int, int]] = defaultdict(dict)  # address -> clock
@@ -265,14 +262,12 @@ class _Record:
             return
         address = addresses.ravel()[lane].astype(np.uint64)
         site = self._site()
-        self._seq += 1
         self.found.accesses += lane.size
         self._all.append(
-            Access(kind, self._program, self._epoch, self._seq, site, size, address, lane,
+            Access(kind, self._program, self._epoch, site, size, address, lane,
                    mask.size, mask.shape)
         )  # fmt: skip
         if kind == STORE:
-            self.found.bytes_written += lane.size * size
             if len(np.unique(address)) < len(address):
                 value = np.broadcast_to(np.asarray(values), mask.shape).ravel()[lane]
                 order = np.argsort(address, kind="stable")

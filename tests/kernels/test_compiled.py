@@ -9,14 +9,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.kernels.aot import MAX_SHARED, SMALL_BLOCKS
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import json, sys
 from dataclasses import asdict

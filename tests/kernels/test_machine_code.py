@@ -5,11 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.kernels.aot import Resources
 from tests.kernels.machine_code import (
     INSTRUCTION,
@@ -19,7 +19,6 @@ from tests.kernels.machine_code import (
     inner_loop,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import json, sys
 from dataclasses import asdict

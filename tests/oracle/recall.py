@@ -42,7 +42,7 @@ class RecallSettings:
     store: int
     every: int
     queries: int
-    rows: str = "exact"
+    rows: str
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> RecallSettings | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import MODEL
 from tests.oracle.model import (
     alibi_slopes,
     discounted_mass,
@@ -28,16 +29,6 @@ from tests.oracle.policies import BeehiveSim, CascadeSim, H2OSim, OverflowSim, S
 from tests.oracle.random_models import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, write_bloom, write_llama
 
 transformers = pytest.importorskip("transformers")
-
-BOOKS_5M = Path(__file__).resolve().parents[2] / "benchmarks/inputs/models/books-5m"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------- the cases of docs/ALGORITHMS.md, "Cascade"
@@ -325,7 +316,7 @@ def check_full_attention(
 
 
 def test_books_model_equals_transformers() -> None:
-    check_full_attention(BOOKS_5M, 150, 4096)
+    check_full_attention(MODEL, 150, 4096)
 
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,15 +22,6 @@ from tests.oracle.settings import make_sim, oracle_settings, score_rule, token_s
 from tests.oracle.test_oracle import random_tokens, reference, replay
 from tests.oracle.unit_cases import CASES, FEW, UnitCase
 from tests.oracle.units import UnitSim
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 # ------------------------------------------------------- the rules, on one list of units each
 

@@ -75,10 +75,6 @@ BY_PLACE = {"window": SINK, "sink": SINK, "lazy": LAZY, "dgc": DGC}
 PROMPTS = {1: 500, 8: 517, 16: 443, 32: 607}
 TOTAL = 700
 
-BOOK_START = 700
-"""Which token of the shipped book to start at. In its first 700 tokens the text scores of two
-units of 8 have equal sums, in another order: rounding would decide."""
-
 EVERY_UNIT = [
     UnitCase(
         f"{name}-{unit}-{HEADS[heads]}",
