@@ -66,7 +66,6 @@ def _place(
     step,
     notes,
     scores,
-    columns,
     old,
     old_stay,
     total,
@@ -179,7 +178,6 @@ def _insert_strides(
     length = tl.load(step + LENGTH)
     start = tl.load(step + START).to(tl.int64)
     old = cached // UNIT
-    columns = tl.cdiv(cached + length, UNIT)
     mine = row * NUM_SETS + head_set
     notes += (mine * tl.num_programs(2) + part) * NUMBERS * notes_stride
     values += (mine * tl.num_programs(2) + part) * VALUES * notes_stride
@@ -231,7 +229,6 @@ def _insert_strides(
         step=step,
         notes=notes,
         scores=scores,
-        columns=columns,
         old=old,
         old_stay=old_stay,
         total=total,
