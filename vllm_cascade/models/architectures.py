@@ -114,29 +114,6 @@ ELSEWHERE = ("k2_horizon",)
 They do unless vLLM reorders the channels in the weights, which it does if these are not quantised.
 """
 
-HARMLESS = {
-    "afmoe": "known above",
-    "cohere2_moe": "known above",
-    "cohere_compass": "known above",
-    "commandr": "known above",
-    "exaone4": "known above",
-    "exaone_moe": "known above",
-    "falcon": "layers that do not rotate have ALiBi",
-    "gemma3n": "a rotary module without keys is that of a layer that shares another's cache",
-    "gemma4": "a rotary module without keys is that of a layer that shares another's cache",
-    "granite": "without a base there is no rotary module",
-    "granitemoe": "without a base there is no rotary module",
-    "granitemoehybrid": "known above",
-    "hy_v3": "a fused kernel rotates instead",
-    "iquest_loopcoder": "it is called in both branches",
-    "llama4": "known above",
-    "muse_glimmer": "known above",
-    "olmo_hybrid": "without a base there is no rotary module",
-    "step3p5": "known above",
-    "zamba2": "where it is not called there is no rotary module",
-}
-"""vLLM model files that call a rotary module conditionally, and why this is safe."""
-
 
 def _kind(config: Any) -> str:
     return getattr(config, "model_type", "")
