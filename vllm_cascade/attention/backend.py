@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
@@ -29,6 +30,7 @@ class KVPolicyBackend(AttentionBackend):
     """Attention backend that reads and writes a bounded cache itself."""
 
     forward_includes_kv_cache_update: bool = True  # else vLLM would write keys and values too
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU backend, which replaces vLLM's ``CPU_ATTN`` while a policy is active."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config import SchedulerConfig
@@ -10,7 +10,6 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl, CPULatentImpl
-from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import RecallMemory
@@ -19,8 +18,6 @@ from vllm_cascade.recall.stores import Stores
 
 class CPUKVPolicyBackend(KVPolicyBackend):
     """Attention over a bounded cache on the CPU."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
 
     @staticmethod
     def get_name() -> str:

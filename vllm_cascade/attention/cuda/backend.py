@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's ``CUSTOM`` backend while a policy is on."""
 
-from typing import ClassVar
-
 import torch
 from vllm.config import SchedulerConfig
 from vllm.v1.attention.backend import MultipleOf
@@ -10,7 +8,6 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
-from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import RecallMemory
@@ -19,8 +16,6 @@ from vllm_cascade.recall.rings import RingMemory, Rings
 
 class CUDAKVPolicyBackend(KVPolicyBackend):
     """On CUDA, by Triton kernels."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
 
     @staticmethod
     def get_name() -> str:
