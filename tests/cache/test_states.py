@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.conftest import ROOT
+from tests.cache.test_kinds import MEMORY, policy
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -26,14 +26,9 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
-MEMORY = ROOT / "docs/MEMORY.md"
 BLOCK = 16
 TOKEN = 2 * 2 * 8 * 2  # K and V of 2 heads of 8 bfloat16 numbers
 STATE = ((3, 40), (4, 8, 64))  # 240 + 8,192 bytes
-
-
-def policy(**settings: object) -> Policy:
-    return resolve({"name": "sink", "budget": 60, "prefill_stride": 16, **settings})
 
 
 def state(shapes: Any = STATE, mode: str = "none") -> MambaSpec:

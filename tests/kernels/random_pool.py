@@ -253,6 +253,11 @@ class Cache:
                 getattr(self, which)[block, head_set, unit] = value
 
 
+def at_units(case: Case) -> Case:
+    """Strides begin where units do."""
+    return replace(case, lengths=tuple(n and n // case.unit * case.unit for n in case.lengths))
+
+
 def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     """``_make_cache``, made once for the checks of one case."""
     cache, steps = _make_cache(case)

@@ -13,6 +13,7 @@ import torch
 from tests.kernels import checks
 from tests.kernels.checks import NUM_RULES, Case
 from tests.kernels.prefill_checks import StrideBatch
+from tests.kernels.random_pool import at_units
 from vllm_cascade.kernels.triton import insert
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -361,11 +362,6 @@ def test_rows_in_8_bits(name: str) -> None:
 @pytest.mark.parametrize("name", UNITS)
 def test_decode_in_units(name: str) -> None:
     checks.check_decode(UNITS[name], "cpu")
-
-
-def at_units(case: Case) -> Case:
-    """Strides begin where units do."""
-    return replace(case, lengths=tuple(n and n // case.unit * case.unit for n in case.lengths))
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels import recall_checks as checks
-from tests.kernels.random_pool import Case
+from tests.kernels.random_pool import Case, at_units
 from tests.kernels.recall_calls import empty
 from tests.kernels.references import chosen_reference
 from tests.kernels.stride_checks import check_insert_strides
@@ -117,11 +117,6 @@ def seeds(number: int) -> pytest.MarkDecorator:
     """The first one in every run."""
     later = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, number)]
     return pytest.mark.parametrize("seed", [0, *later])
-
-
-def at_units(case: Case) -> Case:
-    """Strides begin where units do."""
-    return replace(case, lengths=tuple(n and n // case.unit * case.unit for n in case.lengths))
 
 
 @pytest.mark.parametrize("name", CASES)
