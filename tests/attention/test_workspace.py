@@ -200,8 +200,7 @@ def forward(
 
 def test_masses_of_ranks_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of as many requests as may be, which decode with all slots in use, takes no more."""
-    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    use_triton(monkeypatch)
     memory, rows = fresh(monkeypatch), 40
     shape = Shape(num_kv_heads=1, group=16, head_size=SIZE, rotary_dim=SIZE)
     own = {**CASCADE, "unit": 1, "prefill_stride": 4}
