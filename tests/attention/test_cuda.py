@@ -71,22 +71,10 @@ def common(
     seq_lens: list[int], table: torch.Tensor, num_tokens: int | None = None
 ) -> CommonAttentionMetadata:
     """A decode batch as a runner describes it; a length of 0 is a padded row."""
-    real = sum(length > 0 for length in seq_lens)
-    offsets = torch.tensor([0, *np.cumsum([length > 0 for length in seq_lens])], dtype=torch.int32)
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=offsets,
-        query_start_loc_cpu=offsets,
-        seq_lens=lengths,
-        seq_lens_cpu_upper_bound=lengths,
-        num_reqs=len(seq_lens),
-        num_actual_tokens=num_tokens or real,
-        max_query_len=1,
-        max_seq_len=max(seq_lens),
-        block_table_tensor=table,
-        slot_mapping=torch.zeros(0),
-        is_prefilling=None,
-    )
+    firsts, lengths = [max(n - 1, 0) for n in seq_lens], [int(n > 0) for n in seq_lens]
+    step = step_of(firsts, lengths, [False] * len(lengths), table)
+    num_tokens = num_tokens or sum(lengths)
+    return step.replace(is_prefilling=None, num_actual_tokens=num_tokens, max_query_len=1)
 
 
 def rules_in(step: list[int], more: torch.Tensor) -> tuple[tuple[int, ...], ...]:
