@@ -11,6 +11,8 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from tests.engine.pool import generated
+
 Turn = tuple[list[int], list[float]]
 NEW = 75
 """Tokens that a user says each turn; no multiple of anything."""
@@ -23,15 +25,10 @@ def params(max_tokens: int = ANSWER, **kwargs: Any) -> SamplingParams:
     )
 
 
-def parts(output: Any) -> Turn:
-    (one,) = output.outputs
-    return list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]
-
-
 def ask(llm: Any, prompt: list[int], **kwargs: Any) -> tuple[int, Turn]:
     """Tokens that were not read, and the answer."""
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params(**kwargs), use_tqdm=False)
-    return output.num_cached_tokens, parts(output)
+    return output.num_cached_tokens, generated(output)
 
 
 def says(tokens: list[int], turn: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 os.environ["NUMBA_NUM_THREADS"] = "1"
 
 from tests.conftest import MODEL
-from tests.engine.pool import EnginePool
+from tests.engine.pool import EnginePool, generated
 
 POLICIES: dict[str, dict[str, Any]] = {
     "cascade": {"name": "cascade", "budget": 128, "prefill_stride": 64},
@@ -35,13 +35,7 @@ def answers(llm: Any) -> list[tuple[list[int], list[float]]]:
     prompts = [phrase * 40, [*range(30, 90), *phrase * 9]]
     params = SamplingParams(max_tokens=120, temperature=0, logprobs=0, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [
-        (
-            list(output.outputs[0].token_ids),
-            [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs],
-        )
-        for output in outputs
-    ]
+    return [generated(output) for output in outputs]
 
 
 def processes(ranks: int, stages: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ its own takes to start; ``test_processes.py`` covers those.
 import gc
 import json
 import os
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,33 @@ def clean_up() -> None:
 def prompt_logprobs(output: Any) -> list[float]:
     """Log-probability of every prompt token but the first, from ``prompt_logprobs=0``."""
     return [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+
+
+def generated(output: Any) -> tuple[list[int], list[float]]:
+    """A finished request's tokens and their log-probabilities, from ``logprobs=0``."""
+    (one,) = output.outputs
+    return list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]
+
+
+def preempted(
+    llm: Any,
+    prompt: list[int],
+    params: Any,
+    at: Sequence[int] = (20, 45),
+    each_step: Callable[[int], None] = lambda step: None,
+) -> Any:
+    """The output of a request that loses its pages after each of these steps, and begins again."""
+    engine = llm.llm_engine
+    engine.add_request("again", {"prompt_token_ids": prompt}, params)
+    steps, outputs = 0, []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        steps += 1
+        each_step(steps)
+        if steps in at:
+            scheduler = engine.engine_core.engine_core.scheduler
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    return outputs[-1]
 
 
 def pool_usage(llm: Any) -> float:

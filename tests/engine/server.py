@@ -16,10 +16,9 @@ from typing import Any
 import openai
 import psutil
 
-from benchmarks.running.serving import free_port
+from benchmarks.running.serving import VLLM, free_port
 from tests.conftest import MODEL, ROOT
 
-VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 ASYNC_VLLM = [sys.executable, str(Path(__file__).with_name("async_cpu.py"))]
 
 

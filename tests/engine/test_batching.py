@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, generated, pool_usage, preempted, prompt_logprobs
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 
@@ -64,12 +64,7 @@ def score(llm: Any, prompts: list[list[int]], max_tokens: int = 8) -> list[tuple
     return [
         (
             np.asarray(prompt_logprobs(output)),
-            [
-                (token, next(iter(entry.values())).logprob)
-                for token, entry in zip(
-                    output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
-                )
-            ],
+            list(zip(*generated(output), strict=True)),
         )
         for output in outputs
     ]
@@ -91,12 +86,12 @@ def test_alone_in_a_batch_and_in_any_chunks(
     together_small = score(small, prompts)
     large = engine(engine_pool, 4096, head_policy=head_policy)
     together_large = score(large, prompts)
-    for index, (logprobs, generated) in zip((0, 1, 9), alone, strict=True):
+    for index, (logprobs, answer) in zip((0, 1, 9), alone, strict=True):
         for other_logprobs, other_generated in (together_small[index], together_large[index]):
             np.testing.assert_allclose(logprobs, other_logprobs, atol=1e-4)
-            assert [t for t, _ in generated] == [t for t, _ in other_generated]
+            assert [t for t, _ in answer] == [t for t, _ in other_generated]
             np.testing.assert_allclose(
-                [p for _, p in generated], [p for _, p in other_generated], atol=1e-4
+                [p for _, p in answer], [p for _, p in other_generated], atol=1e-4
             )
     for small_result, large_result in zip(together_small, together_large, strict=True):
         np.testing.assert_allclose(small_result[0], large_result[0], atol=1e-4)
@@ -159,23 +154,11 @@ def test_a_replay_after_preemption_changes_nothing(
     """vLLM recomputes a preempted request, generated tokens included: same tokens, same pages."""
     llm = engine(engine_pool)
     params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
-    prompt = {"prompt_token_ids": book_tokens[2000:2333]}
-    (whole,) = llm.generate([prompt], params, use_tqdm=False)
-    core = llm.llm_engine.engine_core.engine_core
-    llm.llm_engine.add_request("again", prompt, params)
-    steps, outputs = 0, []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-        steps += 1
-        if steps in (20, 45):
-            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    again = outputs[-1].outputs[0]
-    assert again.token_ids == whole.outputs[0].token_ids
-    np.testing.assert_allclose(
-        [next(iter(e.values())).logprob for e in again.logprobs],
-        [next(iter(e.values())).logprob for e in whole.outputs[0].logprobs],
-        atol=1e-4,
-    )
+    prompt = book_tokens[2000:2333]
+    (whole,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    (again, found), (tokens, wanted) = map(generated, (preempted(llm, prompt, params), whole))
+    assert again == tokens
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert pool_usage(llm) == 0.0
 
 

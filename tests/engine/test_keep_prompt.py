@@ -8,10 +8,10 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, generated, pool_usage, preempted, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, run_oracle
 from tests.engine.test_batching import ForceTokens, forced
-from tests.engine.test_units import generated, kept_sets
+from tests.engine.test_units import kept_sets
 from tests.oracle.model import OracleResult
 from tests.oracle.settings import with_prompt
 from vllm_cascade.engine.lookup import requests_of
@@ -114,15 +114,9 @@ def test_a_preempted_request_keeps_its_prompt_only(
         ignore_eos=True,
         extra_args={"forced": text[length:]},
     )
-    llm.llm_engine.add_request("again", {"prompt_token_ids": text[:length]}, params)
-    core, steps, outputs = llm.llm_engine.engine_core.engine_core, 0, []
     before = evicted_tokens(llm)
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-        steps += 1
-        if steps == 90:
-            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    np.testing.assert_allclose(generated(outputs[-1])[1], whole[length - 1 :], atol=1e-4)
+    again = preempted(llm, text[:length], params, at=(90,))
+    np.testing.assert_allclose(generated(again)[1], whole[length - 1 :], atol=1e-4)
     # 50 of the prompt and 64 more are cached; evictions up to the 139th token are done twice.
     assert evicted_tokens(llm) - before == (159 - 114) + (139 - 114)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.pool import EnginePool, generated, pool_usage
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 STEP_TOKENS = 256
@@ -29,14 +29,7 @@ def ask(llm: Any, prompts: list[list[int]], max_tokens: int = 20, **kwargs: Any)
         max_tokens=max_tokens, temperature=0.0, logprobs=0, ignore_eos=True, **kwargs
     )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [
-        (
-            output.num_cached_tokens,
-            list(output.outputs[0].token_ids),
-            [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs],
-        )
-        for output in outputs
-    ]
+    return [(output.num_cached_tokens, *generated(output)) for output in outputs]
 
 
 def chat(llm: Any, tokens: list[int], turns: int) -> list[Turn]:

@@ -18,11 +18,11 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
-from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, generated, pool_usage, prompt_logprobs
 from tests.engine.stored_rows import StoredRows
 from tests.engine.test_against_oracle import PYTORCH, run_oracle
 from tests.engine.test_batching import ForceTokens, forced
-from tests.engine.test_units import generated, in_any_company, kept_sets
+from tests.engine.test_units import in_any_company, kept_sets
 from tests.oracle.quantised import Stored
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.kernels.cpp.library import load

@@ -8,11 +8,12 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, generated, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
 from tests.engine.test_batching import ForceTokens, engine, forced
 from tests.engine.test_metrics import metrics
-from tests.engine.test_units import answer, generated, kept_sets, replay
+from tests.engine.test_prefix_caching import ask
+from tests.engine.test_units import kept_sets, replay
 
 BLOCK = 32
 EACH = {"head_policy": "per_kv_head"}
@@ -153,17 +154,15 @@ def run_case(
     assert pool_usage(llm) == 0.0
 
 
-@pytest.mark.parametrize(("name", "env"), FAST, ids=[name for name, _ in FAST])
+EVERY = [(name, env) for name in CASES for env in ({}, dict(PYTORCH))]
+
+
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one not in FAST)) for one in EVERY],
+    ids=[name + "-pytorch" * bool(env) for name, env in EVERY],
+)
 def test_cases(
-    name: str, env: dict[str, str], engine_pool: EnginePool, book_tokens: list[int]
-) -> None:
-    run_case(name, engine_pool, book_tokens, env)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env", [{}, PYTORCH], ids=["native", "pytorch"])
-@pytest.mark.parametrize("name", CASES)
-def test_all_cases(
     name: str, env: dict[str, str], engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
     run_case(name, engine_pool, book_tokens, env)
@@ -184,16 +183,16 @@ def test_the_same_answer_in_any_company(engine_pool: EnginePool, book_tokens: li
     """A prompt whose store overflows: alone, from a snapshot, with 9 others, and replayed."""
     llm = engine(engine_pool, **SHARED)
     prompt = book_tokens[2000:2653]
-    ((cached, tokens, logprobs),) = answer(llm, [prompt])
+    ((cached, tokens, logprobs),) = ask(llm, [prompt], 60)
     assert cached == 0 and counters(llm)["recalled_units"] > 3
-    assert answer(llm, [prompt]) == [(640, tokens, logprobs)]
-    answer(llm, [[5]], 1)  # workers learn of a request's end with the next one
+    assert ask(llm, [prompt], 60) == [(640, tokens, logprobs)]
+    ask(llm, [[5]], 1)  # workers learn of a request's end with the next one
     assert counters(llm)["stored_units"] == 16, "the snapshot's"
     llm.reset_prefix_cache()
-    assert answer(llm, [prompt]) == [(0, tokens, logprobs)]
+    assert ask(llm, [prompt], 60) == [(0, tokens, logprobs)]
     others = [book_tokens[1000 * i :][:length] for i, length in enumerate(LENGTHS, start=3)]
     for expected in (640, 0):
-        (cached, *batched), *_ = answer(llm, [prompt, *others])
+        (cached, *batched), *_ = ask(llm, [prompt, *others], 60)
         assert (cached, batched[0]) == (expected, tokens)
         np.testing.assert_allclose(batched[1], logprobs, atol=1e-4)
         llm.reset_prefix_cache()
@@ -217,7 +216,7 @@ def test_a_request_waits_for_host_memory(engine_pool: EnginePool, book_tokens: l
     alone = []
     for prompt in prompts:
         llm.reset_prefix_cache()
-        alone += answer(llm, [prompt])
+        alone += ask(llm, [prompt], 60)
     llm.reset_prefix_cache()
     params = SamplingParams(max_tokens=len(alone[0][1]), temperature=0.0, ignore_eos=True)
     for i, prompt in enumerate(prompts):
@@ -247,24 +246,24 @@ def test_many_prompts_one_after_another(engine_pool: EnginePool, book_tokens: li
     llm = engine(engine_pool, **SHARED, recall_memory=0.022)
     first = book_tokens[:650]
     llm.reset_prefix_cache()
-    expected = answer(llm, [first], 8)[0][1]
+    expected = ask(llm, [first], 8)[0][1]
     one = counters(llm)["store_bytes"]
     limit = metrics(llm)["recall_memory_limit_bytes"]
     used = []
     for i in range(30):
-        answer(llm, [book_tokens[700 * i + 300 :][:650]], 8)
+        ask(llm, [book_tokens[700 * i + 300 :][:650]], 8)
         assert counters(llm)["store_bytes"] <= limit
-        answer(llm, [[5]], 1)  # workers learn of a request's end with the next one
+        ask(llm, [[5]], 1)  # workers learn of a request's end with the next one
         used.append(counters(llm)["store_bytes"])
         assert used[-1] == metrics(llm)["recall_memory_bytes"] <= limit
     assert 30 * one > 3 * limit, "they would not fit"
     assert min(used[15:]) > 0.7 * limit, "the bound is used"
-    assert answer(llm, [first], 8)[0][:2] == (0, expected), "its snapshot was dropped"
+    assert ask(llm, [first], 8)[0][:2] == (0, expected), "its snapshot was dropped"
     last = [book_tokens[700 * 29 + 300 :][:650]]
-    (again,) = answer(llm, last, 8)
+    (again,) = ask(llm, last, 8)
     assert again[0] == 640, "the newest snapshots stay"
     llm.reset_prefix_cache()
-    assert answer(llm, last, 8)[0][1:] == again[1:]
+    assert ask(llm, last, 8)[0][1:] == again[1:]
 
 
 def test_aborts_leave_nothing_in_the_store(engine_pool: EnginePool, book_tokens: list[int]) -> None:
@@ -285,7 +284,7 @@ def test_aborts_leave_nothing_in_the_store(engine_pool: EnginePool, book_tokens:
                 llm.llm_engine.abort_request([f"{batch}-{step - 2}"])
         assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
-    answer(llm, [[5]], 1)  # workers learn of the last ones' end with the next step
+    ask(llm, [[5]], 1)  # workers learn of the last ones' end with the next step
     found = counters(llm)
     assert most > 0 and (found["stored_units"], found["store_bytes"]) == (0, 0)
     assert pool_usage(llm) == 0.0

@@ -35,7 +35,7 @@ from tests.engine.test_quantised import assert_all_rows_were_compared
 from tests.engine.test_recall import counters, read
 from tests.engine.test_recurrent import IN_FP32, recurrent_models
 from tests.engine.test_triton_families import shallow
-from tests.engine.test_units import answer, kept_sets, replay
+from tests.engine.test_units import kept_sets, replay
 from tests.oracle.families import FAMILIES, run_family, write_family
 from tests.oracle.quantised import Quantiser
 from tests.oracle.recurrent import run_recurrent, write_recurrent
@@ -107,7 +107,7 @@ def check_replayed(llm: Any) -> None:
     """A request that is preempted twice gives what it gives alone."""
     prompt = random_tokens(9, 333)
     llm.reset_prefix_cache()
-    ((_, *whole),) = answer(llm, [prompt])
+    ((_, *whole),) = ask(llm, [prompt], 60)
     llm.reset_prefix_cache()
     again = replay(llm, prompt)
     assert again[0] == whole[0]
@@ -117,10 +117,10 @@ def check_replayed(llm: Any) -> None:
 def check_preempted(llm: Any) -> None:
     """``check_replayed``, and no unit is left behind."""
     check_replayed(llm)
-    answer(llm, [[5]], 1)  # workers learn of a request's end with the next step
+    ask(llm, [[5]], 1)  # workers learn of a request's end with the next step
     assert metrics(llm)["recall_memory_bytes"] == counters(llm)["store_bytes"] > 0
     llm.reset_prefix_cache()
-    answer(llm, [[5]], 1)
+    ask(llm, [[5]], 1)
     assert counters(llm)["stored_units"] == 0
     assert pool_usage(llm) == 0.0
 

@@ -18,7 +18,7 @@ from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_families import POLICIES, cases, check_company, compare, random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask, counters
-from tests.engine.test_units import answer, replay
+from tests.engine.test_units import replay
 from tests.oracle.recurrent import RECURRENT, run_recurrent, write_recurrent
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -199,7 +199,7 @@ def test_pages_and_metrics(engine_pool: EnginePool, model_of: Any) -> None:
     assert slots == 32 and len(core.scheduler._states) == 3
     prompt, seen = random_tokens(9, 333), set()
     llm.reset_prefix_cache()
-    ((_, *whole),) = answer(llm, [prompt])
+    ((_, *whole),) = ask(llm, [prompt], 60)
     llm.reset_prefix_cache()
 
     def look(step: int) -> None:

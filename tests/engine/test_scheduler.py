@@ -48,12 +48,15 @@ def test_aligned_chunk(start: int, num: int, prompt: int, stride: int) -> None:
         assert end == prompt or start + num < end + stride  # no stride that fits is left out
 
 
-@given(
+STREAMS = given(
     prompt=st.integers(1, 200),
     total=st.integers(1, 260),
     stride=st.integers(1, 40),
     seed=st.integers(0, 10**6),
 )
+
+
+@STREAMS
 def test_strides_do_not_depend_on_chunks(prompt: int, total: int, stride: int, seed: int) -> None:
     """Any way of chunking a stream gives the boundaries of the whole stream at once."""
     total = max(prompt, total)
@@ -69,12 +72,7 @@ def test_strides_do_not_depend_on_chunks(prompt: int, total: int, stride: int, s
     assert seen == whole
 
 
-@given(
-    prompt=st.integers(1, 200),
-    total=st.integers(1, 260),
-    stride=st.integers(1, 40),
-    seed=st.integers(0, 10**6),
-)
+@STREAMS
 def test_one_stride_a_step_gives_the_same_strides(
     prompt: int, total: int, stride: int, seed: int
 ) -> None:

@@ -24,12 +24,11 @@ from tests.engine.chats import (
     flush,
     index_of,
     params,
-    parts,
     says,
     uninterrupted,
     wait_for_files,
 )
-from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.pool import EnginePool, generated, pool_usage
 from tests.engine.test_families import random_tokens
 from tests.engine.test_latent import V2, experts_in_one_group
 from tests.oracle.families import FAMILIES, write_family
@@ -363,7 +362,7 @@ def test_a_name_and_a_prompt_that_does_not_begin_with_it(
     assert cached == 0 and index.counters.misses["name_diverged"] == 1
     plain = {"prompt_token_ids": other, "cache_salt": "nothing is found"}
     (truth,) = llm.generate([plain], params(), use_tqdm=False)
-    assert found == parts(truth)
+    assert found == generated(truth)
     assert pinned_as(index, "mine") is not session
     cached, _ = ask(llm, [*first, *answer, *NEXT], **named)
     assert cached == session.num_tokens, "it is found by its tokens, not by its name"
@@ -433,7 +432,7 @@ def test_the_flag_changes_no_first_turn(engine_pool: EnginePool, book_tokens: li
         llm = engine(engine_pool, policy) if keeps else engine_pool.get(policy, **settings)
         core = llm.llm_engine.engine_core.engine_core
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found.append([parts(one) for one in llm.generate(inputs, params(), use_tqdm=False)])
+        found.append([generated(one) for one in llm.generate(inputs, params(), use_tqdm=False)])
         assert (core.scheduler.sessions is not None) == keeps
         worker = core.model_executor.driver_worker.worker
         assert (worker._sessions is not None) == keeps
@@ -468,7 +467,7 @@ def test_damaged_files_and_another_policy(
         if n < 2:
             fresh = {"prompt_token_ids": prompt, "cache_salt": "nothing is found"}
             (truth,) = llm.generate([fresh], params(), use_tqdm=False)
-            assert found == parts(truth)
+            assert found == generated(truth)
     assert index.counters.misses["damaged"] == 2 and index.counters.hits == {"disk": 1}
     assert len(list((tmp_path / "damaged").iterdir())) == 2
     engine_pool.close()

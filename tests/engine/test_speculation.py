@@ -18,9 +18,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.conftest import ROOT
-from tests.engine.chats import Turn, ask, chat, flush, params, parts, says, uninterrupted
+from tests.engine.chats import Turn, ask, chat, flush, params, says, uninterrupted
 from tests.engine.drafters import Scripted, scripted
-from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.pool import EnginePool, generated, pool_usage
 from tests.engine.test_families import random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_sessions import CASES as SESSION_CASES
@@ -83,7 +83,7 @@ def answers(
     own = [params(num, extra_args=one, **kwargs) for one in asked or [{}] * len(prompts)]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], own, use_tqdm=False)
     assert pool_usage(llm) == 0.0
-    return [parts(output) for output in outputs]
+    return [generated(output) for output in outputs]
 
 
 def script(prompts: list[list[int]], truth: list[Turn], right: float) -> None:
@@ -209,7 +209,7 @@ def company(
         llm.llm_engine.add_request(f"{name}{i}", request, params(num, extra_args=one))
     scheduler, found, step = llm.llm_engine.engine_core.engine_core.scheduler, {}, 0
     while llm.llm_engine.has_unfinished_requests():
-        found |= {out.request_id: parts(out) for out in llm.llm_engine.step() if out.finished}
+        found |= {out.request_id: generated(out) for out in llm.llm_engine.step() if out.finished}
         step += 1
         llm.llm_engine.abort_request([f"{name}{i}" for i, at in aborted.items() if at == step])
         if step in preempted:

@@ -16,7 +16,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
-from tests.engine.pool import EnginePool
+from tests.engine.pool import EnginePool, generated
 from tests.engine.test_against_oracle import compare, oracle_model, prompt_logprobs
 from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
@@ -201,18 +201,10 @@ def test_batches_of_no_requests(engine_pool: EnginePool, models: dict[str, Path]
         for number, prompt in enumerate(prompts):
             llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         while llm.llm_engine.has_unfinished_requests():
-            done |= {one.request_id: one.outputs[0] for one in llm.llm_engine.step()}
+            done |= {one.request_id: generated(one) for one in llm.llm_engine.step()}
             if dummies:
                 core.execute_dummy_batch()
-        answers.append(
-            [
-                (
-                    list(done[name].token_ids),
-                    [next(iter(entry.values())).logprob for entry in done[name].logprobs],
-                )
-                for name in sorted(done)
-            ]
-        )
+        answers.append([done[name] for name in sorted(done)])
         after = worker.kv_policy_counters()
         counted.append({name: after[name] - before[name] for name in after if name != "steps"})
     assert answers[0] == answers[1] and counted[0] == counted[1]
@@ -255,13 +247,7 @@ def ask(
     ]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [
-        (
-            list(output.outputs[0].token_ids),
-            [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs],
-        )
-        for output in outputs
-    ]
+    return [generated(output) for output in outputs]
 
 
 def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, Path]) -> None:
@@ -273,11 +259,9 @@ def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, P
     llm = engine(engine_pool, policy, models["llama"])
     prompts = [TOKENS[:45], TOKENS[5:45], TOKENS[40:57]]
     answers = ask(llm, prompts, [16, 7, 20])
-    for prompt, (generated, found), (_, settings) in zip(prompts, answers, ASKED, strict=True):
+    for prompt, (sampled, found), (_, settings) in zip(prompts, answers, ASKED, strict=True):
         model = oracle_model(models["llama"])
-        truth = stream(
-            model, prompt + generated, prompt_len=len(prompt), **oracle_settings(settings)
-        )
+        truth = stream(model, prompt + sampled, prompt_len=len(prompt), **oracle_settings(settings))
         expected = truth.logprobs[len(prompt) - 1 :]
         assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 2e-4
     snapshots = llm.llm_engine.engine_core.engine_core.scheduler.snapshot_counters

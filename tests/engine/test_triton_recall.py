@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, generated, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_prefix_caching import Turn, ask
 from tests.engine.test_recall import read
-from tests.engine.test_units import generated, kept_sets
+from tests.engine.test_units import kept_sets
 from vllm_cascade.recall.rings import Rings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("triton_backend")]

@@ -14,9 +14,10 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.utils import extract_layer_index
 
-from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, generated, pool_usage, preempted, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
 from tests.engine.test_batching import engine, forced
+from tests.engine.test_prefix_caching import ask
 from tests.oracle.settings import oracle_settings
 from tests.oracle.unit_cases import CASES, UnitCase
 from vllm_cascade.kernels.cpp.library import load
@@ -45,8 +46,8 @@ def decode(llm: Any, prompt: list[int], max_tokens: int) -> tuple[list[int], lis
     )
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
-    generated = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
-    return [*prompt, *tokens], prompt_logprobs(output) + generated
+    decoded = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+    return [*prompt, *tokens], prompt_logprobs(output) + decoded
 
 
 def kept_sets(llm: Any) -> dict[int, list[list[list[int]]]]:
@@ -132,33 +133,12 @@ UNIT_32_EACH = {**UNIT_16, "unit": 32, "head_policy": "per_kv_head"}
 LENGTHS = [1, 15, 16, 17, 31, 63, 64, 65, 100, 128, 129, 300, 511, 700, 900, 1300]
 
 
-def answer(llm: Any, prompts: list[list[int]], max_tokens: int = 60) -> list[tuple[int, Any, Any]]:
-    """Prompt tokens from a snapshot, generated tokens, and their log-probabilities."""
-    params = SamplingParams(max_tokens=max_tokens, logprobs=0, temperature=0.0, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [(output.num_cached_tokens, *generated(output)) for output in outputs]
-
-
 def replay(
     llm: Any, prompt: list[int], each_step: Callable[[int], None] = lambda step: None
 ) -> tuple[list[int], list[float]]:
     """``generated`` of a request that is preempted twice."""
-    core = llm.llm_engine.engine_core.engine_core
     params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
-    llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
-    steps, outputs = 0, []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-        steps += 1
-        each_step(steps)
-        if steps in (20, 45):
-            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    return generated(outputs[-1])
-
-
-def generated(output: Any) -> tuple[list[int], list[float]]:
-    logprobs = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
-    return list(output.outputs[0].token_ids), logprobs
+    return generated(preempted(llm, prompt, params, each_step=each_step))
 
 
 @pytest.mark.parametrize(
@@ -180,14 +160,14 @@ def test_the_same_answer_in_any_company(
 def in_any_company(llm: Any, book_tokens: list[int], most: float) -> None:
     """Alone and from a snapshot the same bytes; with others and replayed, within ``most``."""
     prompt = book_tokens[2000:2333]
-    ((cached, tokens, logprobs),) = answer(llm, [prompt])
+    ((cached, tokens, logprobs),) = ask(llm, [prompt], 60)
     assert cached == 0
-    assert answer(llm, [prompt]) == [(320, tokens, logprobs)]
+    assert ask(llm, [prompt], 60) == [(320, tokens, logprobs)]
     llm.reset_prefix_cache()
-    assert answer(llm, [prompt]) == [(0, tokens, logprobs)]
+    assert ask(llm, [prompt], 60) == [(0, tokens, logprobs)]
     others = [book_tokens[1000 * i :][:length] for i, length in enumerate(LENGTHS, start=3)]
     for expected in (320, 0):
-        (cached, *batched), *_ = answer(llm, [prompt, *others])
+        (cached, *batched), *_ = ask(llm, [prompt, *others], 60)
         assert (cached, batched[0]) == (expected, tokens)
         np.testing.assert_allclose(batched[1], logprobs, atol=most)
         llm.reset_prefix_cache()

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import MODEL, ROOT
-from tests.engine.pool import EnginePool
+from tests.engine.pool import EnginePool, generated
 from tests.engine.server import VLLM
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_faults import FLAGS, POLICY
@@ -108,8 +108,8 @@ def test_embeddings_are_their_tokens(engine_pool: EnginePool, book_tokens: list[
     embeds = table[torch.tensor(tokens)].float()
     (answer,) = llm.generate([{"prompt_embeds": embeds}], params, use_tqdm=False)
     after = llm.llm_engine.collective_rpc("kv_policy_counters")[0]["evicted_tokens"]
-    found = [next(iter(entry.values())).logprob for entry in answer.outputs[0].logprobs]
-    assert list(answer.outputs[0].token_ids) == wanted
+    tokens, found = generated(answer)
+    assert tokens == wanted
     assert found == pytest.approx(logprobs, abs=1e-4)
     assert after - before == 700 + 19 - 132
 
@@ -131,9 +131,8 @@ def test_priorities(engine_pool: EnginePool, book_tokens: list[int]) -> None:
         ended.update({out.request_id: out for out in engine.step() if out.finished})
     assert list(ended)[:2] == ["p5", "p4"] or list(ended)[:2] == ["p4", "p5"]
     for i, (_, tokens, logprobs) in enumerate(alone):
-        found = ended[f"p{i}"].outputs[0]
-        assert list(found.token_ids) == tokens
-        values = [next(iter(entry.values())).logprob for entry in found.logprobs]
+        found, values = generated(ended[f"p{i}"])
+        assert found == tokens
         assert values == pytest.approx(logprobs, abs=1e-4)
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     assert metrics["vllm:num_preemptions"].value == 0
@@ -178,9 +177,7 @@ def test_input_that_goes_on(book_tokens: list[int]) -> None:
 
     outputs = asyncio.run(ask_for_it())
     assert outputs[-1].finished
-    values = [
-        next(iter(entry.values())).logprob for out in outputs for entry in out.outputs[0].logprobs
-    ]
+    values = [value for out in outputs for value in generated(out)[1]]
     # What a piece's answer was is not part of the stream: the next piece follows the prompt.
     ends = [640, 1280, 1320]
     for value, end in zip(values, ends, strict=True):
