@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
-CALLS = ("reload_weights", "update_weights", "finish_weight_update")
+CALLS = ("reload_weights", "update_weights", "finish_weight_update", "reset_weights")
 """Methods of vLLM's workers after which weights are others."""
 _original, _add_lora = EngineCore.collective_rpc, EngineCore.add_lora
 _reset = EngineCore.reset_prefix_cache
