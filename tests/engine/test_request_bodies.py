@@ -5,13 +5,16 @@ import asyncio
 import json
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
+from vllm_cascade.engine import request_bodies
 from vllm_cascade.engine.request_bodies import KVKeysMiddleware, wrong_place
+from vllm_cascade.policies.arguments import plain_key
 
 Message = dict[str, Any]
 GONE = {"type": "http.disconnect"}
@@ -39,6 +42,22 @@ GONE = {"type": "http.disconnect"}
             "kv_policy",
             "kv_policy = True: it must be the name of a policy",
         ),
+        ({"extra_args": {"kv_budget": 5}}, "kv_budget", r'send {"vllm_xargs": {"kv_budget": 5}}'),
+        (
+            {"sampling_params": {"extra_args": {"kv_recall": 5}}},
+            "kv_recall",
+            r'send {"vllm_xargs": {"kv_recall": 5}}',
+        ),
+        ({"VLLM_XARGS": {"kv_budget": 5}}, "kv_budget", r'send {"vllm_xargs": {"kv_budget": 5}}'),
+        ({"vllm-xargs": {"kv_budget": 5}}, "kv_budget", r'send {"vllm_xargs": {"kv_budget": 5}}'),
+        ({" kv_budget ": 5}, " kv_budget ", r'send {"vllm_xargs": {"kv_budget": 5}}'),
+        ({"extra_body": {"VLLM-XARGS": {}}}, "extra_body", "over HTTP send"),
+        ({"extra_body": {"extra_args": {"kv_budget": 5}}}, "extra_body", "over HTTP send"),
+        (
+            {"use_beam_search": "yes", "vllm_xargs": {"kv_budget": 5}},
+            "kv_budget",
+            "has no effect",
+        ),
     ],
 )
 def test_wrong_places(body: Message, key: str, message: str) -> None:
@@ -60,6 +79,13 @@ COHERE = "/cohere/v2/chat"
             '{"sampling_params": {"extra_args": {"kv_budget": 5}}}',
         ),
         (GENERATE, {"sampling_params": {"kv_recall": 1}}, "kv_recall", '"extra_args": {"kv_rec'),
+        (GENERATE, {"extra_args": {"kv_recall": 1}}, "kv_recall", '"extra_args": {"kv_rec'),
+        (
+            GENERATE,
+            {"Sampling-Params": {"extra_args": {"kv_recall": 1}}},
+            "kv_recall",
+            '{"sampling_params": {"extra_args": {"kv_rec',
+        ),
         (
             GENERATE,
             {"sampling_params": {"extra_args": {"kv_budget": True}}},
@@ -105,6 +131,11 @@ def test_the_endpoint_decides() -> None:
         {"extra_body": {"top_k": 3}, "prompt": "kv_budget"},
         {"vllm_xargs": None, "extra_body": "kv_budget", "kv_transfer_params": {}},
         [{"kv_budget": 5}],
+        {"use_beam_search": "false", "vllm_xargs": {"kv_budget": 5}},
+        {"use_beam_search": "perhaps", "vllm_xargs": {"kv_budget": 5}},  # vLLM refuses it
+        {"use_beam_search": None, "vllm_xargs": {"kv_budget": 5}},
+        {"extra_args": {"other": 1}, "sampling_params": {"extra_args": None}},
+        {"metadata": {"kv_budget": 5}},
     ],
 )
 def test_right_places_and_what_is_not_ours(body: Any) -> None:
@@ -150,6 +181,61 @@ def test_a_refusal(size: int) -> None:
     assert inside == [GONE] * len(inside) and sent[0]["status"] == 400 and len(sent) == 2
     error = json.loads(sent[1]["body"])["error"]
     assert error["param"] == "kv_budget" and error["code"] == 400
+
+
+REFUSED = json.dumps({"prompt": "x", "kv_budget": 64})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        REFUSED.encode("utf-8-sig"),
+        REFUSED.encode("utf-16"),
+        REFUSED.encode("utf-16-le"),
+        REFUSED.encode("utf-16-be"),
+        REFUSED.encode("utf-32"),
+        REFUSED.replace("kv_budget", r"kv\u005fbudget").encode(),
+        REFUSED.replace("kv_budget", r"\u004bV_BUDGET").encode(),
+        REFUSED.replace("kv_budget", r"kv_\u0062udget").encode(),
+        REFUSED.replace("kv_budget", r"kv\u002Dbudget").encode(),
+        REFUSED.replace("kv_budget", r"\u0020kv_budget").encode(),
+        REFUSED.replace("kv_budget", r" kv_budget\n").encode(),
+    ],
+)
+def test_a_key_is_found_however_it_is_written(body: bytes) -> None:
+    """As vLLM reads it: in any encoding of JSON, and with escapes."""
+    inside, sent = converse(parts(body, 1000))
+    assert inside == [GONE] * len(inside) and sent[0]["status"] == 400
+    assert plain_key(json.loads(sent[1]["body"])["error"]["param"]) == "kv_budget"
+
+
+@pytest.mark.parametrize(
+    ("body", "parsed"),
+    [
+        (b'{"prompt": "a kv_budget"}', 0),
+        ('{"prompt": "sch\u00f6n, \u4e2d\u6587"}'.encode(), 0),
+        (rb'{"prompt": "sch\u00f6n \u4e2d\u6587 \u0026 \u003cb\u003e it\u0027s"}', 0),
+        (rb'{"prompt": "kv\u005fbudget"}', 1),
+        ('{"prompt": "a kv_budget"}'.encode("utf-16"), 1),
+    ],
+)
+def test_few_bodies_are_parsed(body: bytes, parsed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM parses each body itself, and prompts may have megabytes."""
+    loads = Mock(wraps=json.loads)
+    monkeypatch.setattr(request_bodies, "json", Mock(loads=loads))
+    inside, sent = converse(parts(body, 1000))
+    assert inside == parts(body, 1000) and sent[0]["status"] == 200
+    assert loads.call_count == parsed
+
+
+def test_a_deeply_nested_body_is_left_to_vllm() -> None:
+    body = b'{"kv_budget": ' + b'{"vllm_xargs": ' * 100_000
+    inside, sent = converse(parts(body, 10**7))
+    assert inside == parts(body, 10**7) and sent[0]["status"] == 200
+    nested: Any = {}
+    for _ in range(100_000):
+        nested = {"vllm_xargs": nested}
+    assert wrong_place(nested) is None
 
 
 @pytest.mark.parametrize(

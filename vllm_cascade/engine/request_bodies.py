@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,18 +42,32 @@ PLACES = {
     "/v1/decisions": None,
 }
 """Where endpoints have arguments that reach the engine, if not in ``vllm_xargs``."""
-HOLDERS = ("vllm_xargs", "sampling_params")
+HOLDERS = ("vllm_xargs", "sampling_params", "extra_args")
 """Objects in a body that may be taken for that place."""
 ALL_KEYS = (*KEYS, *SESSION_ARGUMENTS)
 _WORDS = "|".join(["extra_body", *ALL_KEYS]).replace("_", "[_-]").encode()
-_SUSPECT = re.compile(b'"(' + _WORDS + b')"', re.IGNORECASE)
+_SPACE = rb"[\s\\nrt]*"
+_SUSPECT = re.compile(
+    b'"' + _SPACE + b"(?=[ek])(?:" + _WORDS + b")" + _SPACE + b'"', re.IGNORECASE
+)  # (?=[ek]) looks for a word's first letter, which halves the time of a search
+_ESCAPED = re.compile(rb"\\u00(?:0[9aAdD]|20|2[dD]|[4-7])")
+"""JSON escapes of what a key can have: letters, ``_``, ``-`` and space."""
+_BOOLEAN = TypeAdapter(bool)
 
 
 def place_of(body: dict[str, Any], path: str) -> tuple[str, ...] | None:
     """Where in its body a request has arguments that reach the engine; None: nowhere."""
-    if body.get("use_beam_search"):
+    if _is_true(body.get("use_beam_search")):
         return None
     return next((place for end, place in PLACES.items() if path.endswith(end)), ("vllm_xargs",))
+
+
+def _is_true(value: Any) -> bool:
+    """Whether vLLM reads a value as true. ``"false"`` is not; other types it refuses itself."""
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError:
+        return False
 
 
 def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
@@ -64,13 +79,12 @@ def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
     if not isinstance(body, dict):
         return None
     place = place_of(body, path)
-    for holder in (body, *(body.get(name) for name in HOLDERS if (name,) != place)):
-        for key, value in holder.items() if isinstance(holder, dict) else ():
-            if plain_key(key) in ALL_KEYS:
-                return key, _correction(key, value, place)
+    found = _misplaced(body, place)
+    if found is not None:
+        return found[0], _correction(*found, place)
     client = body.get("extra_body")
-    if isinstance(client, dict) and any(
-        key == "vllm_xargs" or plain_key(key) in ALL_KEYS for key in client
+    if isinstance(client, dict) and (
+        "vllm_xargs" in map(plain_key, client) or _misplaced(client, None)
     ):
         return "extra_body", (
             "extra_body is an argument of OpenAI's Python client, which sends what is in it at the "
@@ -85,6 +99,25 @@ def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
                 collect({key: value}, REQUEST)
             except KVPolicyError as error:
                 return key, str(error)
+    return None
+
+
+def _misplaced(
+    holder: dict[str, Any], place: tuple[str, ...] | None, here: tuple[str, ...] = ()
+) -> tuple[str, Any] | None:
+    """The first of our keys, and its value, that is in an object other than the one at ``place``.
+
+    Args:
+        here: names that lead from the body to ``holder``; spelled as in the body, like vLLM's.
+    """
+    for key, value in holder.items():
+        name = plain_key(key)
+        if name in ALL_KEYS and here != place:
+            return key, value
+        if name in HOLDERS and isinstance(value, dict) and len(here) < len(HOLDERS):
+            found = _misplaced(value, place, (*here, key))
+            if found is not None:
+                return found
     return None
 
 
@@ -169,11 +202,12 @@ async def _all_of(receive: Receive) -> list[Message]:
 
 
 def _suspicious(messages: Iterable[Message]) -> Any:
-    """The parsed body if it mentions a suspect key; None if it does not or is not valid JSON."""
+    """The parsed body if it may have a suspect key; None if it has none or is not valid JSON."""
     body = b"".join(message.get("body", b"") for message in messages)
-    if not _SUSPECT.search(body):
+    wide = b"\0" in body[:4]  # UTF-16 or UTF-32, which vLLM reads, too
+    if not (wide or _SUSPECT.search(body) or _ESCAPED.search(body)):
         return None
     try:
         return json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # vLLM reports the error

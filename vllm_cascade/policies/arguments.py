@@ -134,8 +134,8 @@ def collect(values: Mapping[str, Any], source: Source) -> Given:
 
 
 def plain_key(key: str) -> str:
-    """Normalise a key: lower case, underscores."""
-    return key.lower().replace("-", "_")
+    """Normalise a key: lower case, underscores, no spaces around it."""
+    return key.strip().lower().replace("-", "_")
 
 
 def _check_keys(additional_config: dict[str, Any]) -> None:
