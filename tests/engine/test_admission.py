@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from vllm import PoolingParams, SamplingParams
 from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -139,6 +140,29 @@ def test_both_ways_in_know_streaming_input() -> None:
     assert generate(asked, prompt(), params) == "answer"
 
 
+def test_responses_are_checked_before_they_begin() -> None:
+    """vLLM's generator of ``/v1/responses`` calls the engine after a stream's status is sent."""
+    request_checks.apply_to_responses()
+    request_checks.apply_to_responses()  # changes nothing
+    engine = config()
+    engine.cache_config.num_gpu_blocks = 4
+    serving = OpenAIServingResponses.__new__(OpenAIServingResponses)
+    serving.engine_client = SimpleNamespace(vllm_config=engine)  # type: ignore[assignment]
+
+    def ask(prompt: int, context: Any = None, **kwargs: Any) -> Any:
+        tokens: Any = {"type": "token", "prompt_token_ids": [1] * prompt}
+        params = SamplingParams(max_tokens=8, **kwargs)
+        return serving._generate_with_builtin_tools(
+            request_id="a", engine_input=tokens, sampling_params=params, context=context
+        )
+
+    with pytest.raises(VLLMValidationError, match="kv_budget 999 is more than the server's"):
+        ask(2, extra_args={"kv_budget": 999})
+    with pytest.raises(VLLMValidationError, match="KV cache pages"):
+        ask(300)
+    assert isinstance(ask(2), AsyncGenerator)
+
+
 def test_without_a_policy_nothing_is_checked() -> None:
     engine = config(None)
     engine.cache_config.num_gpu_blocks = 4
@@ -221,6 +245,7 @@ def check(policy: Policy | None, **extra_args: Any) -> str:
         (CASCADE, {"kv_bugdet": 5}, "unknown argument 'kv_bugdet'.*did you mean 'kv_budget'"),
         (CASCADE, {"KV_BUDGET": 5}, "unknown argument 'KV_BUDGET'.*did you mean 'kv_budget'"),
         (CASCADE, {"kv-policy": "sink"}, "'kv-policy'.*did you mean 'kv_policy'"),
+        (CASCADE, {" kv_budget": 5}, "' kv_budget'.*did you mean 'kv_budget'"),
         (CASCADE, {"budget": 5}, "unknown argument 'budget'.*did you mean 'kv_budget'"),
         (CASCADE, {"kv_policy_config": {}}, "unknown argument 'kv_policy_config', choose from"),
         (None, {"kv_budget": 5}, "this server runs no KV policy; start it with --kv-policy"),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from benchmarks.demo import PLAIN_CHAT
 from tests.conftest import MODEL
 from tests.engine.server import VLLM, Server
 from tests.engine.test_against_oracle import run_oracle
@@ -20,12 +21,14 @@ FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128"]
 FLAGS += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
 FLAGS += ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(32 << 20)]
 FLAGS += ["--max-num-batched-tokens", "300", "--max-num-seqs", "8", "--block-size", "32"]
+FLAGS += ["--chat-template", PLAIN_CHAT]
 COMMAND = [*VLLM, "serve", str(MODEL)]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("serve") / "log", FLAGS)
+    environment = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # for ``background``
+    server = Server(tmp_path_factory.mktemp("serve") / "log", FLAGS, environment=environment)
     yield server.wait()
     server.stop()
 
@@ -92,6 +95,22 @@ def test_what_a_request_may_not_ask_for_is_a_400(asked: dict, message: str, serv
         server.client.completions.create(model=str(MODEL), prompt=[1, 2, 3], **ask)
     assert caught.value.status_code == 400
     assert next(iter(asked)) in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["stream", "background"])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"kv_budget": 256}, "kv_budget 256 is more than the server's .*; set it to at most 128"),
+        ({"kv_recall": 99}, "kv_recall 99 is more than the server's"),
+    ],
+)
+def test_a_response_that_is_refused_does_not_begin(
+    asked: dict, message: str, way: str, server: Server
+) -> None:
+    ask: dict = {way: True, "extra_body": {"vllm_xargs": asked}}
+    with pytest.raises(openai.BadRequestError, match=message):
+        server.client.responses.create(model=str(MODEL), input="Who is there?", **ask)
 
 
 @pytest.mark.parametrize(
