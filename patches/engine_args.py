@@ -7,7 +7,7 @@ load, and the same names as arguments of ``LLM`` and ``EngineArgs``. A policy is
 when vLLM creates its configuration. The settings travel in ``additional_config``, which reaches
 every process of the engine, and in the parsed arguments, which reach spawned API servers. These
 also get a middleware that rejects requests with misplaced ``kv_*`` keys. A server that only renders
-prompts accepts the engine's ``--max-model-len``.
+prompts accepts the engine's ``--max-model-len`` and checks the policy's settings.
 Why: vLLM has no hook for a general plugin to add flags or to adjust ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm_cascade.patches import max_model_len
 from vllm_cascade.policies.arguments import ARGUMENTS, CHECK, CONFIG, FLAGS, default_of, parse
 from vllm_cascade.policies.flags import add_flags
-from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.registry import policy_of, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyError
 from vllm_cascade.sessions import settings as sessions
 from vllm_cascade.sessions.settings import SessionSettings
@@ -201,9 +201,20 @@ def _wrap_create_model(original):
     @functools.wraps(original)
     def create_model_config(self):
         # A server that only renders prompts creates no configuration of an engine.
-        if max_model_len.is_bounded() or parse(self.additional_config) is None:
+        raw = None if max_model_len.is_bounded() else parse(self.additional_config)
+        if raw is None:
             return original(self)
-        with max_model_len.positions_are_bounded():
-            return original(self)
+        with max_model_len.positions_are_bounded() as native:
+            model = original(self)
+        if raw.get("unit") != "page" or self.block_size is not None:
+            ranges = (None, None) if model.uses_alibi else native.of(None)
+            resolve(  # raises errors
+                raw,
+                max_position=ranges[0],
+                default_position=ranges[1],
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                block_size=self.block_size,
+            )
+        return model
 
     return create_model_config

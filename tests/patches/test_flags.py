@@ -3,6 +3,7 @@
 
 import copy
 import importlib
+import json
 import multiprocessing
 import re
 import subprocess
@@ -145,6 +146,20 @@ def test_a_server_that_renders_only() -> None:
     assert args.create_model_config().max_model_len == 20_000
     with pytest.raises(ValueError, match="max_model_len"):
         AsyncEngineArgs.from_cli_args(served(*SERVED[4:])).create_model_config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"nonsense": 1}, "nonsense: unknown key"), ({"budget": -1}, "budget")],
+)
+def test_settings_of_a_server_that_renders_only(settings: dict[str, Any], message: str) -> None:
+    """They are checked as far as they can be without an engine's limits."""
+    flags = ("--kv-policy", "sink", "--kv-policy-config", json.dumps(settings))
+    args = AsyncEngineArgs.from_cli_args(served(*flags))
+    with pytest.raises(KVPolicyError, match=message):
+        args.create_model_config()
+    flags = ("--kv-policy", "sink", "--kv-policy-config", '{"unit": "page", "recall": 4}')
+    assert AsyncEngineArgs.from_cli_args(served(*flags)).create_model_config()
 
 
 def create_snapshot(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
