@@ -89,7 +89,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "block events": (
         {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
-        "--kv-events-config",
+        """--grpc.*add --kv-events-config '{"enable_kv_cache_events": false}'""",
     ),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),

@@ -279,7 +279,9 @@ REFUSALS: tuple[Refusal, ...] = (
             (events := config.kv_events_config) is not None and events.enable_kv_cache_events
         ),
         "--kv-events-config cannot be combined with --kv-policy: pages change in place and are "
-        "not those of a prefix, so there are no events of them; remove one of the two",
+        "not those of a prefix, so there are no events of them; remove one of the two, or where a "
+        "server switches events on by itself (vllm serve --grpc), add --kv-events-config "
+        """'{"enable_kv_cache_events": false}'""",
     ),
     Refusal(
         "returned experts",
