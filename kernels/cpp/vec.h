@@ -30,7 +30,10 @@ typedef uint16_t vh __attribute__((vector_size(2 * W)));
 struct bf16 {
   uint16_t bits;
 };
-#if defined(__FLT16_MAX__)
+#if defined(__ARM_FP16_FORMAT_IEEE)  // GCC 12 has no _Float16 on AArch64
+typedef __fp16 fp16;
+#define HAS_FP16 1
+#elif defined(__FLT16_MAX__)
 typedef _Float16 fp16;
 #define HAS_FP16 1
 #endif

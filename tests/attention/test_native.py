@@ -6,6 +6,7 @@ import gc
 import os
 import pwd
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -417,6 +418,17 @@ def test_compilers_that_are_none(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
         build.build()
+
+
+def test_compiles_for_aarch64() -> None:
+    """Its GCC 12 has ``__FLT16_MAX__`` without the type ``_Float16``."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no aarch64-linux-gnu-g++")
+    flags = [flag for flag in build.FLAGS if flag not in ("-march=native", "-shared")]
+    for source in build.sources():
+        command = [compiler, *flags, "-Wall", "-Werror", "-fsyntax-only", str(source)]
+        subprocess.run(command, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("call", ["flock", "replace"])
