@@ -5,8 +5,9 @@ The library is built for this processor (``-march=native``), so its name depends
 compiler, the flags and the processor. Its size and hash are stored in a file next to it, because
 loading a partly written library would crash the process.
 
-Only the C++ and OpenMP runtimes are linked. PyTorch and the library share one ``libgomp``, and with
-it threads and their binding.
+Only the C++ and OpenMP runtimes are linked. PyTorch and the library must share one OpenMP runtime,
+and with it threads and their binding. PyTorch has g++'s ``libgomp``; clang++ links ``libomp``, so
+its libraries need that one in ``LD_PRELOAD`` (library.py checks).
 """
 
 import fcntl
@@ -27,7 +28,7 @@ FLAGS = (
     # Contract into fused multiply-adds; infinities and NaN keep their meaning.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
-COMPILERS = ("c++", "g++", "clang++")
+COMPILERS = ("g++", "c++", "clang++")
 LINKER_FAILED = ("ld returned", "linker command failed")
 CAUSES = (("error",), ("cannot find", "undefined reference", "failed:"), ("/ld:",))
 """Words in lines of a compiler's messages that say what failed; the first ones say it best."""

@@ -165,6 +165,21 @@ class Leaving(ctypes.Structure):
     _fields_: ClassVar = [("units", Units), ("freed", Freed)]
 
 
+def _shares_threads(native: ctypes.CDLL) -> bool:
+    """Whether the library's OpenMP runtime is PyTorch's.
+
+    Two runtimes have two pools of threads, which compete for the same cores. Where vLLM binds
+    threads, all of the second pool would be on the first one's main core.
+    """
+    native.set_threads.argtypes, native.set_threads.restype = [c_int64], None
+    threads = torch.get_num_threads()
+    native.set_threads(threads + 1)
+    try:
+        return torch.get_num_threads() == threads + 1
+    finally:
+        native.set_threads(threads)
+
+
 Requests = ctypes.Array[Any]
 """``Recall`` or ``Leaving`` of several requests."""
 
@@ -193,6 +208,11 @@ class Library:
             size = getattr(native, f"{name}_size")
             size.restype = c_int64
             assert size() == ctypes.sizeof(kind), f"C++ and library.py differ in {name}"
+        if not _shares_threads(native):
+            raise BuildError(
+                f"{path.name} and PyTorch use two OpenMP runtimes; compile it with CXX=g++, or set "
+                "LD_PRELOAD to the runtime that both shall use"
+            )
         self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
         wide = native.has_fp16()  # floating-point codes are decoded to fp16

@@ -72,6 +72,8 @@ extern "C" int64_t tokens_size() { return sizeof(Tokens); }
 extern "C" int64_t undone_size() { return sizeof(Undone); }
 extern "C" int64_t layer_size() { return sizeof(Layer); }
 extern "C" int64_t rows_size() { return sizeof(Rows); }
+// Sets the number of threads of the OpenMP runtime that this library uses.
+extern "C" void set_threads(int64_t number) { omp_set_num_threads((int)number); }
 extern "C" int64_t has_fp16() {
 #ifdef HAS_FP16
   return 1;

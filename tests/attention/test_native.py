@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ path: odd shapes against the fp64 cache, which layers get it, how it is built."""
 
+import ctypes
 import errno
 import gc
 import os
@@ -25,7 +26,7 @@ from tests.attention.steps import step_of
 from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
 from tests.conftest import ROOT
 from vllm_cascade.attention.cpu import native, paths
-from vllm_cascade.kernels.cpp import build
+from vllm_cascade.kernels.cpp import build, library
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
@@ -429,6 +430,21 @@ def test_compiles_for_aarch64() -> None:
     for source in build.sources():
         command = [compiler, *flags, "-Wall", "-Werror", "-fsyntax-only", str(source)]
         subprocess.run(command, check=True, timeout=120)
+
+
+def test_two_openmp_runtimes_are_refused() -> None:
+    """As clang++ links: another pool of threads, on the same cores."""
+    threads = torch.get_num_threads()
+    found = []
+
+    def set_threads(number: int) -> None:
+        found.append(number)
+
+    assert not library._shares_threads(SimpleNamespace(set_threads=set_threads))
+    assert found == [threads + 1, threads]
+    native_library = ctypes.CDLL(str(load().path))
+    assert library._shares_threads(native_library)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("call", ["flock", "replace"])
