@@ -273,6 +273,37 @@ def test_a_request_beyond_this_engines_pool_ends(
     assert pool.get_num_free_blocks() == free and not scheduler.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("cls", SCHEDULERS)
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("extra", [{"kv_budget": 999}, {"kv_recall": 4}, {"kv_policy": 7}], ids=str)
+def test_arguments_that_no_front_end_checked_end_their_request(
+    extra: dict[str, Any], running: bool, cls: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``AsyncLLM`` passes a caller's own ``EngineCoreRequest`` on; the engine must live on."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "error", lambda text, *args: said.append(text % args))
+    scheduler = make_scheduler(cls, num_pages=15, kv_sessions=True)
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    first, wrong, last = (request(name, 20, 9) for name in "abc")
+    wrong.sampling_params.extra_args = extra
+    ahead: list[Any] = []
+    if running:
+        scheduler.add_request(first)
+        ahead.append(scheduler.schedule())  # a step is in flight
+    for one in (wrong, last):
+        scheduler.add_request(one)
+    (error,) = said
+    assert "request b ends with an error" in error and next(iter(extra)) in error
+    for _ in range(20):
+        ahead.append(scheduler.schedule())
+        finish_step(scheduler, ahead.pop(0))
+    assert wrong.status == RequestStatus.FINISHED_ERROR and wrong.num_computed_tokens == 0
+    for one in (first, last) if running else (last,):
+        assert one.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == free and not scheduler.has_unfinished_requests()
+
+
 def with_pictures(name: str, prompt: int, *pictures: tuple[int, int], own: bool = True) -> Request:
     """A prompt with pictures, each its first token and its size; not ``own``: one for each size."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)

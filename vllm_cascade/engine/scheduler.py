@@ -13,7 +13,7 @@ for it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -110,6 +110,7 @@ class _StrideAligned(_Base):
         self._managers[0].memory = self._memory
         self._requests = PerRequest(spec.engine_schedule)
         self._schedules: WeakKeyDictionary[Request, Schedule] = WeakKeyDictionary()
+        self._rejected: WeakSet[Request] = WeakSet()  # they wait for their end
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
         self._looked_up: set[str] = set()  # requests that this step looks for in the prefix cache
@@ -205,26 +206,41 @@ class _StrideAligned(_Base):
         return request.request_id, most, self._schedule_of(request)
 
     def add_request(self, request: Request) -> None:
-        """Add a request; one that this engine can never hold ends with an error.
+        """Add a request; one that this engine can never run ends with an error.
 
-        It and all behind it would wait without end. Front-ends refuse such requests
-        (``admission.py``), but know only the mean of the pools of several engines.
+        Front-ends refuse such requests (``admission.py``). But they know only the mean of the pools
+        of several engines, and do not check the requests that callers of ``AsyncLLM`` make
+        themselves.
         """
         super().add_request(request)
         if self.requests.get(request.request_id) is not request:
             return  # a part of streaming input that runs already
-        name, most, schedule = self._limit(request)
+        try:
+            name, most, schedule = self._limit(request)
+        except KVPolicyError as error:
+            self._reject(request, str(error))
+            return
         need = sum(m.kv_cache_spec.num_pages(most, schedule) for m in self._managers)
         need += len(self._states)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         if need > have:
-            logger.error(
-                "kv_policy: request %s of up to %d tokens needs %d pages, but this engine's pool "
-                "has %d, so it ends with an error. Give all data-parallel engines pools of one "
-                "size with --num-gpu-blocks-override",
-                *(name, most, need, have),
+            self._reject(
+                request,
+                f"request {name} of up to {most} tokens needs {need} pages, but this engine's pool "
+                f"has {have}. Give all data-parallel engines pools of one size with "
+                "--num-gpu-blocks-override",
             )
-            self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these after its next step
+
+    def _reject(self, request: Request, reason: str) -> None:
+        """Let vLLM end a request with an error after its next step, and never schedule it.
+
+        Until then statistics and sessions still ask for its schedule.
+        """
+        name = request.request_id
+        logger.error("kv_policy: request %s ends with an error: %s", name, reason)
+        self._schedules.setdefault(request, self._requests.engine)
+        self._rejected.add(request)
+        self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these after its next step
 
     def _mamba_block_aligned_split(
         self,
@@ -353,7 +369,7 @@ class _StrideAligned(_Base):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's hook: whether a waiting request can be scheduled. Here, it finds its session."""
-        if not super()._handle_blocked_waiting_request(request):
+        if request in self._rejected or not super()._handle_blocked_waiting_request(request):
             return False
         if self.sessions is None or request.num_computed_tokens:
             return True
