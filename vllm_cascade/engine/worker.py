@@ -34,6 +34,7 @@ from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.certify import certify_layers, shapes_of_layers
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.engine.nodes import check_workers
 from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_shape
 from vllm_cascade.engine.session_worker import SessionWorker
 from vllm_cascade.engine.stages import of_all_stages, own_part
@@ -137,6 +138,7 @@ class KVPolicyWorker(SessionWorker):
             _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
+        check_workers(self.vllm_config.additional_config)
         self._block_size = self.vllm_config.cache_config.block_size
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None

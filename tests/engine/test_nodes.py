@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes of a deployment whose flags differ do not start, and the message names the flags."""
+
+import dataclasses
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch.distributed as dist
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import EngineCoreReadyResponse
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import MPClient
+
+from benchmarks.running.serving import free_port
+from tests.conftest import MODEL
+from tests.engine.server import Server
+from tests.engine.test_faults import FLAGS as SERVER_FLAGS
+from tests.engine.test_pipeline_parallel import cores
+from vllm_cascade.engine.nodes import check_same, compare_ranks, shared_settings
+from vllm_cascade.engine.worker import KVPolicyWorker
+from vllm_cascade.patches import ready_response
+from vllm_cascade.policies.settings import KVPolicyError
+
+FLAGS: dict[str, Any] = {"kv_policy": "cascade", "kv_budget": 128, "kv_recall": 0}
+OTHERS = [
+    ({"kv_policy": "sink"}, "--kv-policy is cascade HERE, but sink THERE. All nodes must"),
+    ({"kv_budget": 64}, "--kv-budget is 128 HERE, but 64 THERE. All nodes must have the same"),
+    ({"kv_recall": 2}, "--kv-recall is 0 HERE, but 2 THERE. All nodes .* since its default"),
+    (
+        {"kv_policy_config": {"prefill_stride": 64}},
+        "--kv-policy-config.prefill_stride is 256 HERE, but 64 THERE.",
+    ),
+    ({"kv_sessions": True}, "--kv-sessions is not given HERE, but given THERE."),
+    (None, "--kv-policy is cascade HERE, but full THERE."),
+]
+
+
+def config_of(**flags: Any) -> Any:
+    return EngineArgs(model=str(MODEL), max_model_len=2000, **flags).create_engine_config()
+
+
+def settings_of(change: dict[str, Any] | None) -> str:
+    """The settings of a node with other flags; None: of stock vLLM."""
+    flags = {} if change is None else {**FLAGS, **change}
+    return shared_settings(config_of(**flags).additional_config if flags else {})
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERS, ids=lambda value: str(value)[:40])
+def test_what_differs_is_named(change: dict[str, Any] | None, message: str) -> None:
+    own, other = settings_of({}), settings_of(change)
+    check_same(own, own, ("HERE", "THERE"))
+    with pytest.raises(KVPolicyError, match=f"^kv_policy: {message}"):
+        check_same(own, other, ("HERE", "THERE"))
+
+
+def test_each_node_may_have_its_own_memory_and_paths(tmp_path: Path) -> None:
+    def of(gib: float, folder: str) -> str:
+        flags = {"kv_recall": 2, "kv_sessions": True, "kv_sessions_dir": str(tmp_path / folder)}
+        return settings_of({**flags, "kv_policy_config": {"recall_memory": gib}})
+
+    assert of(0.5, "a") == of(0.25, "b") != settings_of({"kv_recall": 2, "kv_sessions": True})
+
+
+def outcomes(settings: list[str | None], patience: float) -> list[str]:
+    """What each rank with these settings says; None: a rank of stock vLLM, which says nothing."""
+    store, said = dist.HashStore(), [""] * len(settings)
+
+    def run(rank: int, own: str) -> None:
+        try:
+            compare_ranks(store, rank, len(settings), own, timedelta(seconds=patience))
+        except KVPolicyError as error:
+            said[rank] = str(error)
+
+    ranks = [
+        threading.Thread(target=run, args=(rank, own))
+        for rank, own in enumerate(settings)
+        if own is not None
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+        assert not rank.is_alive()
+    return said
+
+
+def test_ranks_with_other_flags_all_stop() -> None:
+    own, other = settings_of({}), settings_of({"kv_budget": 64})
+    assert outcomes([own] * 3, 20) == ["", "", ""]
+    for said in outcomes([own, own, other], 20):
+        assert "--kv-budget is 128 on rank 0, but 64 on rank 2. All nodes" in said
+
+
+def test_a_rank_without_a_policy_stops_the_others() -> None:
+    first, second, stock = outcomes([settings_of({})] * 2 + [None], 0.5)
+    assert "another node of this engine runs without a KV policy" in first == second
+    assert stock == ""
+
+
+def test_engines_of_one_process_do_not_read_what_earlier_ones_said() -> None:
+    """As with ``external_launcher``, whose processes keep their group."""
+    store = dist.HashStore()
+    for budget in (128, 64):
+        own = settings_of({"kv_budget": budget})
+        ranks = [
+            threading.Thread(target=compare_ranks, args=(store, rank, 2, own)) for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(30)
+            assert not rank.is_alive()
+
+
+def first_message(additional_config: dict[str, Any], rank: int = 1) -> bytes:
+    """What an engine sends to its front-ends, with the fields of vLLM's that the test needs."""
+    required = [
+        field.name
+        for field in dataclasses.fields(EngineCoreReadyResponse)
+        if field.default is field.default_factory is dataclasses.MISSING
+    ]
+    values: dict[str, Any] = dict.fromkeys(required) | {"data_parallel_rank": rank}
+    response = EngineCoreReadyResponse(**values)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=additional_config))
+    return msgspec.msgpack.encode(ready_response._wrap_make(lambda _: response)(engine))
+
+
+def receive(additional_config: dict[str, Any], payload: bytes) -> list[bytes]:
+    """What vLLM's own method gets from a front-end that receives a first message."""
+    got: list[bytes] = []
+    front_end = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=additional_config))
+    ready_response._wrap_apply(lambda _, message: got.append(message))(front_end, payload)
+    return got
+
+
+def test_a_front_end_stops_if_an_engine_has_other_flags() -> None:
+    own = config_of(**FLAGS).additional_config
+    other = config_of(**{**FLAGS, "kv_recall": 2}).additional_config
+    for config in (own, {}):
+        same = first_message(config)
+        assert receive(config, same) == [same], "vLLM reads the message, too"
+    place = "on the node of data-parallel engine 3"
+    with pytest.raises(KVPolicyError, match=f"--kv-recall is 0 on this node, but 2 {place}"):
+        receive(own, first_message(other, 3))
+    with pytest.raises(
+        KVPolicyError, match=f"--kv-policy is cascade on this node, but full {place}"
+    ):
+        receive(own, first_message({}, 3))
+    with pytest.raises(
+        KVPolicyError, match=f"--kv-policy is full on this node, but cascade {place}"
+    ):
+        receive({}, first_message(own, 3))
+    assert receive(own, b"") == [b""]
+
+
+def test_an_engine_without_the_plugin_counts_as_stock() -> None:
+    stock = msgspec.msgpack.decode(first_message({}))
+    del stock["kv_policy"]
+    payload = msgspec.msgpack.encode(stock)
+    assert receive({}, payload) == [payload]
+    with pytest.raises(KVPolicyError, match="--kv-policy is cascade on this node, but full"):
+        receive(config_of(**FLAGS).additional_config, payload)
+
+
+def test_vllm_sends_and_reads_our_message() -> None:
+    for method in (EngineCoreProc._make_ready_response, MPClient._apply_ready_response):
+        assert method.__wrapped__.__module__.startswith("vllm.v1.engine")
+
+
+def end(server: Server) -> None:
+    """End a server and its processes; a node may wait for a head that is gone."""
+    if server.process.poll() is None:
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            process.kill()
+        server.process.kill()
+    server.process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stages", "engines"])
+def test_nodes_with_other_flags_do_not_start(kind: str, tmp_path: Path) -> None:
+    """Two nodes on one machine, which differ in their budget."""
+    port = str(free_port())
+    if kind == "stages":
+        both = ["--pipeline-parallel-size", "2", "--nnodes", "2"]
+        both += ["--master-addr", "127.0.0.1", "--master-port", port]
+        own, other, places = ["--node-rank", "0"], ["--node-rank", "1"], ("on rank 0", "on rank 1")
+    else:
+        both = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
+        both += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port]
+        own, other = ["--api-server-count", "1"], ["--data-parallel-start-rank", "1"]
+        places = "on this node", "on the node of data-parallel engine 1"
+    lower = ["64" if flag == "128" else flag for flag in SERVER_FLAGS]
+    head = Server(tmp_path / "head", [*SERVER_FLAGS, *both, *own], environment=cores(1))
+    node = Server(tmp_path / "node", [*lower, *both, *other, "--headless"], environment=cores(1))
+    try:
+        assert head.process.wait(500) != 0
+    finally:
+        for server in (head, node):
+            end(server)
+    text = head.log.read_text()
+    assert f"--kv-budget is 128 {places[0]}, but 64 {places[1]}. All nodes must have" in text
+    if kind == "stages":
+        assert f"--kv-budget is 128 {places[0]}, but 64 {places[1]}" in node.log.read_text()
+
+
+def test_workers_compare_before_they_load_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later collective calls of theirs would hang beside a worker of stock vLLM."""
+    asked: list[Any] = []
+
+    def check(additional_config: Any) -> None:
+        asked.append(additional_config)
+        raise KVPolicyError("other flags")
+
+    monkeypatch.setattr("vllm_cascade.engine.worker.check_workers", check)
+    worker: Any = KVPolicyWorker.__new__(KVPolicyWorker)
+    worker.vllm_config = SimpleNamespace(additional_config={"a": 1})
+    with pytest.raises(KVPolicyError, match="other flags"):
+        worker.load_model()
+    assert asked == [{"a": 1}]
