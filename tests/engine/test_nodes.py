@@ -67,6 +67,18 @@ def test_each_node_may_have_its_own_memory_and_paths(tmp_path: Path) -> None:
     assert of(0.5, "a") == of(0.25, "b") != settings_of({"kv_recall": 2, "kv_sessions": True})
 
 
+@pytest.mark.parametrize("flags", [{}, {"kv_policy_config": {"preset": "paper"}}], ids=str)
+def test_api_servers_that_are_configured_again_agree(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside engines that have taken the host's memory meanwhile."""
+    arguments = EngineArgs(model=str(MODEL), max_model_len=2000, kv_policy="cascade", **flags)
+    first = arguments.create_engine_config().additional_config
+    monkeypatch.setattr("vllm_cascade.engine.recall_memory.available_bytes", lambda: 100_000)
+    again = arguments.create_engine_config().additional_config
+    assert shared_settings(first) == shared_settings(again) != "{}"
+
+
 def outcomes(settings: list[str | None], patience: float) -> list[str]:
     """What each rank with these settings says; None: a rank of stock vLLM, which says nothing."""
     store, said = dist.HashStore(), [""] * len(settings)
