@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vllm_cascade.kernels.cpp.build import BuildError, build
 from vllm_cascade.kernels.triton import repeat
-from vllm_cascade.kernels.triton.launch import Launcher, noted
+from vllm_cascade.kernels.triton.launch import Launcher, between, noted
 from vllm_cascade.kernels.triton.repeat import Launches, Repeater
 from vllm_cascade.kernels.triton.strides import Tokens
 
@@ -115,6 +115,46 @@ def test_launches_of_another_kind_are_not_repeated(
     if differs not in ("rows", "kernels"):  # and is not compared again
         other.repeater.learn(other.run(shared, 2, 2), done)
         assert not other.repeater(done, other.tokens)
+
+
+def double(values: torch.Tensor, times: int) -> None:
+    values.mul_(2 * times)
+
+
+@pytest.mark.parametrize("differs", ["nothing", "place", "argument", "tensor", "function"])
+def test_what_is_done_between_launches(differs: str, layers: tuple[Layer, Layer]) -> None:
+    """In its place; not if the layer did something else there, or elsewhere."""
+    first, other = layers
+    shared = torch.ones(4)
+
+    def run(layer: Layer, *given: Any, function: Any = double, place: int = 1) -> Launches:
+        tokens = layer.tokens
+        own = {"key": tokens.key, "output": tokens.output, "shared": shared}
+        with noted() as launched:
+            for number in range(2):
+                if number == place:
+                    between(function, *given)
+                layer.launch((3, 1, 1), number, **own, factor=number)
+        return Launches(launched, tokens)
+
+    given: tuple[Any, ...] = (shared, 1)
+    own: dict[str, Any] = {}
+    if differs == "argument":
+        given = (shared, 2)
+    elif differs == "tensor":
+        given = (shared.clone(), 1)
+    elif differs != "nothing":
+        own = {"place": {"place": 0}, "function": {"function": lambda *_: None}}[differs]
+    other.repeater.learn(run(other, *given, **own), run(first, shared, 1))
+    done = run(first, shared, 1)
+    shared.fill_(3)
+    other.output.zero_()
+    assert other.repeater(done, other.tokens) == (differs == "nothing")
+    if differs == "nothing":
+        assert (shared == 6).all()
+        torch.testing.assert_close(other.output, other.key + other.bias + 6)
+    else:
+        assert (shared == 3).all() and not other.output.any()
 
 
 def test_known_launches_in_another_order(layers: tuple[Layer, Layer]) -> None:
