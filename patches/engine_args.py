@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
+"""Patch of ``vllm.engine.arg_utils.EngineArgs``.
 
-What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall``, ``--kv-policy-config``,
-``--kv-policy-check`` and ``--kv-sessions*`` to every command that builds its parser after plugins
-load, and the same names as arguments of ``LLM`` and ``EngineArgs``. A policy is checked and applied
-when vLLM creates its configuration. The settings travel in ``additional_config``, which reaches
-every process of the engine, and in the parsed arguments, which reach spawned API servers. These
-also get a middleware that rejects requests with misplaced ``kv_*`` keys. A server that only renders
-prompts accepts the engine's ``--max-model-len`` and checks the policy's settings.
+What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall``, ``--kv-keep-prompt``,
+``--kv-policy-config``, ``--kv-policy-check`` and ``--kv-sessions*`` to every command that builds
+its parser after plugins load, and the same names as arguments of ``LLM`` and ``EngineArgs``. A
+policy is checked and applied when vLLM creates its configuration. The settings travel in
+``additional_config``, which reaches every process of the engine, and in the parsed arguments, which
+reach spawned API servers. These also get a middleware that rejects requests with misplaced ``kv_*``
+keys. A server that only renders prompts accepts the engine's ``--max-model-len`` and checks the
+policy's settings.
 Why: vLLM has no hook for a general plugin to add flags or to adjust ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
 
 import argparse
 import functools
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -32,14 +34,26 @@ NAMES = (*ARGUMENTS, CHECK, *sessions.ARGUMENTS)
 """All arguments that the plugin adds."""
 
 
-def merge_settings(
-    additional_config: dict[str, Any] | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
+class Shared(dict[str, Any]):
+    """``additional_config`` of parsed arguments, which API servers get with what ``_keep`` adds."""
+
+
+def merge_settings(additional_config: Any, arguments: dict[str, Any]) -> Any:
     """Put policy arguments into a copy of ``additional_config``; None is an argument not given.
 
+    Args:
+        additional_config: a dict, None, or an object of a platform's own, which is returned.
+
     Raises:
-        KVPolicyError: a setting is given twice, or settings without a policy.
+        KVPolicyError: a setting is given twice, or settings without a policy, or beside an object.
     """
+    if not isinstance(additional_config, Mapping | None):
+        if given := [FLAGS.name(name) for name in NAMES if arguments.get(name) is not None]:
+            raise KVPolicyError(
+                f"{', '.join(given)} is kept in additional_config, which must be a dict, not "
+                f"{type(additional_config).__name__}; remove one of the two"
+            )
+        return additional_config
     merged = dict(additional_config or {})
     if arguments.get(CHECK) is not None:
         merged[CHECK] = arguments[CHECK]
@@ -67,6 +81,16 @@ def merge_settings(
                 f"{CONFIG.name(key)}; remove one"
             )
     return merged if settings is None else {**merged, CONFIG_KEY: settings}
+
+
+def has_settings(args: argparse.Namespace) -> bool:
+    """Whether parsed arguments ask for a policy or sessions.
+
+    Raises:
+        KVPolicyError: see ``merge_settings``.
+    """
+    settings = merge_settings(args.additional_config, vars(args))
+    return parse(settings) is not None or SessionSettings.of(settings) is not None
 
 
 def add_session_flags(parser: argparse.ArgumentParser) -> None:
@@ -144,8 +168,7 @@ def _wrap_from_cli_args(original):
         merged = merge_settings(engine_args.additional_config, vars(args))
         for name in NAMES:
             vars(args).pop(name, None)
-        # One object: API servers get the parsed arguments with what ``_keep`` adds.
-        args.additional_config = engine_args.additional_config = merged
+        args.additional_config = engine_args.additional_config = Shared(merged)
         return engine_args
 
     return from_cli_args
@@ -162,8 +185,9 @@ def _wrap_create(original):
                     f"{FLAGS.name(sessions.SESSIONS)} keeps states of a bounded cache; add "
                     f"{FLAGS.name(CONFIG_KEY)}, or remove it"
                 )
-            for key in NAMES:
-                self.additional_config.pop(key, None)
+            if isinstance(self.additional_config, dict):
+                others = {k: v for k, v in self.additional_config.items() if k not in NAMES}
+                self.additional_config = others
             return original(self, *args, **kwargs)
         from vllm_cascade.engine.configure import apply_policy
         from vllm_cascade.engine.devices import this_device
@@ -172,13 +196,14 @@ def _wrap_create(original):
             config = original(self, *args, **kwargs)
         this_device().restore(config, self)
         apply_policy(config, raw, *native.of(config.speculative_config))
-        _keep(self.additional_config, raw, config)
+        if isinstance(self.additional_config, Shared):
+            _keep(self.additional_config, raw, config)
         return config
 
     return create_engine_config
 
 
-def _keep(additional_config: dict[str, Any], raw: Given, config: VllmConfig) -> None:
+def _keep(additional_config: Shared, raw: Given, config: VllmConfig) -> None:
     """Add defaults that depend on the host's free memory to the settings of ``config``.
 
     API servers of several are configured again, beside engines that may have taken that memory.

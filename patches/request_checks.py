@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``InputProcessor.process_inputs``, ``AsyncLLM.generate`` and
-``OpenAIServingResponses._generate_with_builtin_tools`` (checked against vLLM 0.32.0).
+``OpenAIServingResponses._generate_with_builtin_tools``.
 
 What: rejects requests with an invalid policy or budget, requests that need more pages than the
 pool has, and images whose positions a policy cannot move. The API server checks before it answers,
@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.inputs import split_enc_dec_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
@@ -110,6 +111,7 @@ def _check_tokenised(vllm_config: VllmConfig, prompt: Any, params: SamplingParam
 
     if not isinstance(prompt, dict) or "type" not in prompt:
         return
+    _, prompt = split_enc_dec_input(prompt)  # the decoder's; a whole prompt of other models
     length = length_from_prompt_token_ids_or_embeds(
         prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
     )

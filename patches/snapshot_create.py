@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``vllm.entrypoints.cli.snapshot.validate_create_args`` (checked against vLLM 0.32.0 and
-0.33.0).
+"""Patch of ``vllm.entrypoints.cli.snapshot.validate_create_args``.
 
 What: ``vllm snapshot create`` works beside the plugin, and refuses a KV policy.
 Why: it refuses servers with middleware, and our middleware is the default of every server's parser.
@@ -15,10 +14,8 @@ import functools
 from vllm.entrypoints.cli import snapshot
 
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
-from vllm_cascade.patches.engine_args import merge_settings
-from vllm_cascade.policies.arguments import parse
+from vllm_cascade.patches.engine_args import has_settings
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.settings import SessionSettings
 
 
 def apply() -> None:
@@ -27,8 +24,7 @@ def apply() -> None:
 
     @functools.wraps(original)
     def validate_create_args(args: argparse.Namespace) -> None:
-        settings = merge_settings(args.additional_config, vars(args))
-        if parse(settings) is not None or SessionSettings.of(settings) is not None:
+        if has_settings(args):
             raise KVPolicyError(
                 "vllm snapshot create is not tested with a KV policy or sessions; remove these "
                 "settings, or start the server with vllm serve"

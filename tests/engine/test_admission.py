@@ -140,6 +140,26 @@ def test_both_ways_in_know_streaming_input() -> None:
     assert generate(asked, prompt(), params) == "answer"
 
 
+def test_prompts_of_an_encoder_and_a_decoder() -> None:
+    """Of speech models, for one: they have no policy, and their prompts have two parts."""
+    decoder = {"type": "token", "prompt_token_ids": [1, 2]}
+    sound = {"type": "multimodal", "prompt_token_ids": [1] * 400}
+    prompt = {"type": "enc_dec", "encoder_prompt": sound, "decoder_prompt": decoder}
+    stock = SimpleNamespace(vllm_config=config(None))
+    generate = request_checks._wrap_generate(lambda *args: "answer")
+    params = SamplingParams(max_tokens=8)
+    assert generate(stock, prompt, params) == "answer"
+    with pytest.raises(VLLMValidationError, match="this server runs no KV policy"):
+        generate(stock, prompt, SamplingParams(extra_args={"kv_budget": 5}))
+
+
+def test_sessions_are_refused_where_there_are_none() -> None:
+    params = SamplingParams(extra_args={"kv_session": "mine"})
+    for policy, flags in (None, "--kv-policy and --kv-sessions"), (POLICY, "--kv-sessions"):
+        with pytest.raises(VLLMValidationError, match=f"no sessions; start it with {flags} "):
+            check_request(config(policy), 2, params)
+
+
 def test_responses_are_checked_before_they_begin() -> None:
     """vLLM's generator of ``/v1/responses`` calls the engine after a stream's status is sent."""
     request_checks.apply_to_responses()

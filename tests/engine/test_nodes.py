@@ -2,6 +2,7 @@
 """Nodes of a deployment whose flags differ do not start, and the message names the flags."""
 
 import dataclasses
+import json
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import MPClient
@@ -67,15 +69,17 @@ def test_each_node_may_have_its_own_memory_and_paths(tmp_path: Path) -> None:
     assert of(0.5, "a") == of(0.25, "b") != settings_of({"kv_recall": 2, "kv_sessions": True})
 
 
-@pytest.mark.parametrize("flags", [{}, {"kv_policy_config": {"preset": "paper"}}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"preset": "paper"}], ids=str)
 def test_api_servers_that_are_configured_again_agree(
-    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside engines that have taken the host's memory meanwhile."""
-    arguments = EngineArgs(model=str(MODEL), max_model_len=2000, kv_policy="cascade", **flags)
-    first = arguments.create_engine_config().additional_config
+    flags = ["--model", str(MODEL), "--max-model-len", "2000", "--kv-policy", "cascade"]
+    flags += ["--kv-policy-config", json.dumps(settings)] if settings else []
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    first = EngineArgs.from_cli_args(args).create_engine_config().additional_config
     monkeypatch.setattr("vllm_cascade.engine.recall_memory.available_bytes", lambda: 100_000)
-    again = arguments.create_engine_config().additional_config
+    again = EngineArgs.from_cli_args(args).create_engine_config().additional_config
     assert shared_settings(first) == shared_settings(again) != "{}"
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.cli import snapshot
+from vllm.entrypoints.cli.preload import PreloadSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_cascade.engine.configure
@@ -185,6 +187,13 @@ def test_snapshots_of_stock_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_snapshots_of_policies(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVPolicyError, match="vllm snapshot create"):
         create_snapshot(monkeypatch, *flags)
+
+
+@pytest.mark.parametrize("flags", [SERVED, ("--kv-sessions",)])
+def test_preloaded_weights_have_no_policy(flags: tuple[str, ...]) -> None:
+    """The command's daemons could not build the model."""
+    with pytest.raises(KVPolicyError, match="vllm preload holds weights and no cache"):
+        PreloadSubcommand.cmd(served(*flags))
 
 
 @pytest.mark.parametrize(
@@ -358,6 +367,39 @@ def test_full_leaves_no_trace() -> None:
     assert full.parallel_config.worker_cls == stock.parallel_config.worker_cls
     assert full.scheduler_config.scheduler_cls is None
     assert full.cache_config.enable_prefix_caching
+
+
+def test_settings_stay_as_the_user_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process gets them, too, with defaults and a memory of its own."""
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 64 << 30)
+    written: dict[str, Any] = {"kv_policy": {"name": "sink", "budget": 96}, "other": 1}
+    settings = copy.deepcopy(written)
+    first = EngineArgs(model=str(MODEL), max_num_batched_tokens=64)
+    first.additional_config = settings  # the plugin loads in the first one's initialisation
+    config = first.create_engine_config()
+    again = replace(first, max_model_len=500).create_engine_config()
+    for one in (config, again):
+        policy = policy_of(one.additional_config)
+        assert policy is not None and policy.recall and policy.recall_memory
+    assert settings == first.additional_config == written
+    settings["kv_policy"] = {"name": "full"}
+    assert first.create_engine_config().additional_config == {"other": 1}
+    assert settings == {"kv_policy": {"name": "full"}, "other": 1}
+
+
+def test_configurations_of_other_platforms() -> None:
+    """``additional_config`` may be an object of theirs."""
+
+    class Own:
+        def compute_hash(self) -> str:
+            return "theirs"
+
+    own: Any = Own()
+    config = EngineArgs(model=str(MODEL), additional_config=own).create_engine_config()
+    assert config.additional_config is own and config.compute_hash()
+    message = r"--kv-policy is kept in additional_config, which must be a dict, not Own; remove one"
+    with pytest.raises(KVPolicyError, match=message):
+        EngineArgs(model=str(MODEL), additional_config=own, kv_policy="sink")
 
 
 def test_registering_again_changes_nothing() -> None:

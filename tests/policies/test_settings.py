@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_cascade.policies import cascade
+from vllm_cascade.policies import cascade, registry
 from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source, parse
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import CHOICES, POLICIES, discover, resolve
-from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyError
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -604,6 +604,37 @@ def test_settings_without_effect(raw: dict[str, Any], expected: set[str]) -> Non
 def test_tables_of_rules_are_bounded(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         resolve({"name": "cascade", **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({"name": "beehive", "budget": 8192, "overflow": 2039}, 2032),
+        ({"name": "cascade", "budget": 49152, "num_subcaches": 12, "overflow": 2039}, 2032),
+        ({"name": "beehive", "budget": 8192, "unit": 4, "overflow": 8004}, 8000),
+    ],
+)
+def test_tables_of_batches_are_bounded(changed: dict[str, Any], fits: int) -> None:
+    """Rules repeat when both the policy's and the batches do."""
+    message = (
+        rf"overflow {changed['overflow']} makes rules .* only after \d+ units: .*it to {fits}$"
+    )
+    with pytest.raises(KVPolicyError, match=message):
+        resolve(changed)
+    resolve({**changed, "overflow": fits})
+
+
+@pytest.mark.parametrize("overflow", [6, 7, 64])
+@pytest.mark.parametrize("name", ["cascade", "beehive", "h2o"])
+def test_rows_of_batches(name: str, overflow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts as many rows as there are."""
+    raw = {"name": name, "budget": 320, "overflow": overflow, "recall": 0}
+    rows = len(Schedule(resolve(raw))._steps.rules)
+    monkeypatch.setattr(registry, "MOST_INSERTIONS", rows)
+    resolve(raw)
+    monkeypatch.setattr(registry, "MOST_INSERTIONS", rows - 1)
+    with pytest.raises(KVPolicyError, match=f"repeat only after {rows} units"):
+        resolve(raw)
 
 
 @pytest.mark.parametrize("eager_fill", [True, False])

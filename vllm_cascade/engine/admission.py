@@ -16,6 +16,7 @@ from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import requests_of
 from vllm_cascade.policies.arguments import KEYS, plain_key
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError, did_you_mean
 from vllm_cascade.sessions.settings import NAME as SESSION
@@ -64,9 +65,9 @@ def check_request(
     requests = requests_of(vllm_config)
     if params is not None:
         check_arguments(requests, params)
+        check_session(vllm_config, params)
     if requests is None or params is None:
         return
-    check_session(vllm_config, params)
     if vllm_config.model_config.is_hybrid:
         return  # pages have more slots than a block; the engine checks the longest request at start
     limit = vllm_config.model_config.max_model_len
@@ -177,8 +178,11 @@ def check_session(vllm_config: VllmConfig, params: SamplingParams) -> None:
     if not asked:
         return
     if SessionSettings.of(vllm_config.additional_config) is None:
+        flags = "--kv-sessions"
+        if policy_of(vllm_config.additional_config) is None:
+            flags = f"--kv-policy and {flags}"
         raise _refusal(
-            asked[0], f"{asked[0]}: this server keeps no sessions; start it with --kv-sessions"
+            asked[0], f"{asked[0]}: this server keeps no sessions; start it with {flags}"
         )
     name = extra_args.get(SESSION)
     if not isinstance(name, str) or not 0 < len(name) <= 256:

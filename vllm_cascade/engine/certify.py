@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -227,11 +227,10 @@ def certify_layers(
 def _facts(entry: Device) -> dict[str, Any]:
     """The device and the versions that a verdict holds for."""
     facts: dict[str, Any] = {"device": entry.backend, "torch": torch.__version__, **entry.facts()}
-    for package in ("triton", "vllm", "vllm-cascade"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = None
+    # The modules', since names of distributions depend on the build.
+    for name in ("triton", "vllm", "vllm_cascade"):
+        with suppress(ImportError):  # builds for CPUs may be without Triton
+            facts[name] = import_module(name).__version__
     return facts
 
 

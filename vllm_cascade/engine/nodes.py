@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vllm_cascade.engine.session_header import policy_settings
-from vllm_cascade.policies.arguments import FLAGS, KEYS, OTHERS
+from vllm_cascade.policies.arguments import ARGUMENTS, FLAGS, KEYS, OTHERS
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
 from vllm_cascade.sessions.settings import SESSIONS, SessionSettings
@@ -27,8 +27,8 @@ PATIENCE = timedelta(minutes=3)
 LEAVE = timedelta(seconds=10)
 """How long a worker that found a difference lets others find it, too: one holds the store."""
 SAME = (
-    "All nodes must have the same --kv-policy, --kv-budget, --kv-recall, --kv-policy-config and "
-    "--kv-sessions"
+    f"All nodes must have the same {', '.join(map(FLAGS.name, ARGUMENTS))} and "
+    f"{FLAGS.name(SESSIONS)}"
 )
 RECALL_DEFAULT = "; set --kv-recall on all of them, since its default depends on a node's memory"
 

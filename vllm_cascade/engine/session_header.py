@@ -5,14 +5,15 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import vllm
 from vllm.config import ModelConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+import vllm_cascade
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
@@ -186,8 +187,8 @@ def engine_header(
     ]
     return {
         "format": FORMAT,
-        "plugin": version("vllm-cascade"),
-        "vllm": version("vllm"),
+        "plugin": vllm_cascade.__version__,
+        "vllm": vllm.__version__,
         "model": digest(
             [
                 _plain(model.hf_config.to_dict()),

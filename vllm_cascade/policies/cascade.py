@@ -13,11 +13,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
+from vllm_cascade.policies.rules import MOST_INSERTIONS, Insertions, Rule, Rules, Scoring
 from vllm_cascade.policies.settings import Misfit, nearest
-
-MOST_INSERTIONS = 1 << 20
-"""Most units until rules repeat; there is a row of a table for each, about 500 bytes."""
 
 
 class Cascade(Policy):

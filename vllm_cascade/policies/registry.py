@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy registry: finds policies by name and resolves raw settings."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +16,7 @@ from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.random import Random
+from vllm_cascade.policies.rules import MOST_INSERTIONS
 from vllm_cascade.policies.settings import (
     CONFIG_KEY,
     DEFAULT_BUDGET,
@@ -159,6 +161,7 @@ def resolve(
             settings["budget"] = _default_budget(cls, settings, room)
         policy = validated(settings, given)
         _check_fit(policy, max_position, max_num_batched_tokens)
+        check_batches(policy)
         return policy
 
     return explaining(attempt, given)
@@ -253,6 +256,32 @@ def _check_fit(
             {"prefill_stride": max_num_batched_tokens // policy.unit * policy.unit},
             bound="at most ",
             hint="raise --max-num-batched-tokens (and --max-num-scheduled-tokens, if given)",
+        )
+
+
+def check_batches(policy: Policy) -> None:
+    """Bound the table of rules, whose rows repeat when both the policy's and the batches do.
+
+    Raises:
+        Misfit: of ``overflow``.
+    """
+    batch = policy.in_units.overflow
+    if batch == 1 or policy.batches_itself:
+        return
+    base = policy.in_units.insertions()
+    transient = len(base.rules) - base.period
+
+    def rows(batch: int) -> int:
+        return transient + batch + math.lcm(base.period, batch)
+
+    if rows(batch) > MOST_INSERTIONS:
+        fits = next((n for n in range(batch, 1, -1) if rows(n) <= MOST_INSERTIONS), 1)
+        raise Misfit(
+            "overflow",
+            policy.overflow,
+            f"makes rules that repeat only after {rows(batch)} units: the engine has a table of at "
+            f"most {MOST_INSERTIONS} rows, and without overflow rules repeat after {base.period}",
+            {"overflow": fits * policy.unit},
         )
 
 

@@ -56,6 +56,8 @@ class Rule:
 
 Rules = tuple[Rule, ...]
 """Rules of one insertion, in order."""
+MOST_INSERTIONS = 1 << 20
+"""Most units until rules repeat; there is a row of a table for each, about 500 bytes."""
 
 
 @dataclass(frozen=True)
