@@ -6,7 +6,7 @@ counts pages and does not know which tokens they hold; ``layout.py`` defines the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -16,6 +16,20 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.policies.schedule import Schedule
+
+
+class Limit(NamedTuple):
+    """What a request may come to.
+
+    Attributes:
+        num_tokens: most tokens.
+        schedule: its compiled policy.
+        pages: most pages.
+    """
+
+    num_tokens: int
+    schedule: Schedule
+    pages: int
 
 
 class KVPolicyManager(SingleTypeKVCacheManager):
@@ -39,7 +53,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        self._limits: dict[str, tuple[int, Schedule]] = {}  # most tokens, and the policy
+        self._limits: dict[str, Limit] = {}
         self.snapshots: SnapshotStore | None = None
         self.memory: Any = None
         self.states: Sequence[SingleTypeKVCacheManager] = ()
@@ -50,10 +64,16 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
         """Set the most tokens that a request may process. It cannot be raised after admission.
 
+        The scheduler calls it for every request of every step.
+
         Args:
             schedule: Compiled policy of the request; None: the engine's.
         """
-        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.engine_schedule
+        schedule = schedule or self.kv_cache_spec.engine_schedule
+        known = self._limits.get(request_id)
+        if known is None or known.num_tokens != num_tokens or known.schedule is not schedule:
+            pages = self.kv_cache_spec.num_pages(num_tokens, schedule)
+            self._limits[request_id] = Limit(num_tokens, schedule, pages)
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens.
@@ -61,15 +81,22 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         vLLM also asks for tokens that a drafting model may look ahead. Those beyond the request's
         limit are never drafted.
         """
-        most, schedule = self._limits.get(request_id, (num_tokens, None))
-        return self.kv_cache_spec.num_pages(min(num_tokens, most), schedule)
+        limit = self._limits.get(request_id)
+        if limit is None:
+            return self.kv_cache_spec.num_pages(num_tokens)
+        return self.kv_cache_spec.num_pages(min(num_tokens, limit.num_tokens), limit.schedule)
+
+    def _missing_pages(self, request_id: str, num_tokens: int) -> int:
+        """Pages that a running request still needs for ``num_tokens`` tokens."""
+        held = len(self.req_to_blocks[request_id])
+        if held >= self.final_pages(request_id):  # most of the steps of a long stream
+            return 0
+        return max(self.num_pages(request_id, num_tokens) - held, 0)
 
     def final_pages(self, request_id: str) -> int:
         """Most pages that a request may hold. Without a limit, the policy's maximum."""
         limit = self._limits.get(request_id)
-        if limit is None:
-            return self.kv_cache_spec.most_pages
-        return self.kv_cache_spec.num_pages(*limit)
+        return self.kv_cache_spec.most_pages if limit is None else limit.pages
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests but not yet allocated."""
@@ -87,17 +114,16 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         For a running request: the pages it needs next. On admission: its final pages plus all
         reserved pages.
         """
-        held = len(self.req_to_blocks.get(request_id, ()))
-        if held:
-            return max(self.num_pages(request_id, num_tokens) - held, 0)
+        if self.req_to_blocks.get(request_id):
+            return self._missing_pages(request_id, num_tokens)
         if not self._has_memory(request_id):
             return self.block_pool.num_gpu_blocks + 1  # cannot be allocated, so the request waits
         return self.final_pages(request_id) + self.reserved_pages()
 
     def _stored_need(self, request_id: str) -> int:
         """Host memory that a request needs for its evicted units."""
-        num_tokens, schedule = self._limits[request_id]
-        return self.memory.need(schedule, num_tokens)
+        limit = self._limits[request_id]
+        return self.memory.need(limit.schedule, limit.num_tokens)
 
     def _has_memory(self, request_id: str) -> bool:
         return self.memory is None or self.memory.fits(self._stored_need(request_id))
@@ -141,10 +167,9 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         if self.memory is not None and request_id not in self.memory.reserved:
             self.memory.admit(request_id, self._stored_need(request_id))
-        blocks = self.req_to_blocks[request_id]
-        missing = self.num_pages(request_id, num_tokens) - len(blocks)
-        new_blocks = self.block_pool.get_new_blocks(missing) if missing > 0 else []
-        blocks.extend(new_blocks)
+        missing = self._missing_pages(request_id, num_tokens)
+        new_blocks = self.block_pool.get_new_blocks(missing) if missing else []
+        self.req_to_blocks[request_id].extend(new_blocks)
         return new_blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -308,8 +308,10 @@ class Schedule:
         if self.unit > 1 and t > 0:
             filled = (t - 1) // self.unit
             cached = int(self.peak[min(filled, len(self.peak)) - 1]) if filled else 0
-            if self._recall:
-                cached += int(self.recalled(np.asarray(t)))
+            units = t // self.unit  # complete ones
+            if self._recall and units:
+                evicted = units - int(self.count[self._steps.row(units - 1)])
+                cached += min(evicted, self._recall)
             return (cached + 1) * self.unit
         return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
 
