@@ -185,11 +185,10 @@ Requests = ctypes.Array[Any]
 
 
 class Library:
-    """The loaded library. ``calls`` counts calls by kind."""
+    """The loaded library."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.calls = {"tokens": 0, "strides": 0, "recalls": 0, "stores": 0, "undone": 0}
         try:
             native = ctypes.CDLL(str(path))
         except OSError as error:
@@ -213,32 +212,27 @@ class Library:
                 f"{path.name} and PyTorch use two OpenMP runtimes; compile it with CXX=g++, or set "
                 "LD_PRELOAD to the runtime that both shall use"
             )
-        self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
         wide = native.has_fp16()  # floating-point codes are decoded to fp16
         self.dtypes = {d for d in DTYPES if d != torch.float16 or wide}
         self.codes = {code for code in CODES if code == torch.int8 or wide}
-        native.multiplies_bf16.restype = c_int64
-        self.multiplies_bf16 = bool(native.multiplies_bf16())  # in strides
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
         native.chunk_units.restype = c_int64
         self.chunk_units = native.chunk_units()  # units of a store's chunk
-        self._judge, self._recall = native.recall_units, native.recall_requests
+        self._recall = native.recall_requests
         self._note, self._store_leaving = native.note_ranks, native.store_leaving
         self._store = native.store_units
         self._undo = native.undo_tokens
         layer, rows = POINTER(Layer), POINTER(Rows)
         self._tokens.argtypes = [layer, POINTER(POINTER(Tokens)), c_int64, rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
-        units = POINTER(Units)
-        self._judge.argtypes = [layer, rows, units, POINTER(Asking), c_int64, *[c_void_p] * 3]
         self._recall.argtypes = [layer, rows, c_void_p, c_int64, c_int64]
         self._note.argtypes = [layer, c_void_p, c_int64]
         self._store_leaving.argtypes = [layer, c_void_p, c_int64, c_int64]
-        self._store.argtypes = [layer, units, c_int64, POINTER(Gone)]
+        self._store.argtypes = [layer, POINTER(Units), c_int64, POINTER(Gone)]
         self._undo.argtypes = [layer, POINTER(Undone)]
-        for function in (self._tokens, self._stride, self._judge, self._undo, self._store):
+        for function in (self._tokens, self._stride, self._undo, self._store):
             function.restype = None
         self._note.restype = None
         for function in (self._recall, self._store_leaving):
@@ -246,43 +240,24 @@ class Library:
 
     def attend_and_insert_tokens(self, layer: Layer, batches: Batches, rows: Rows) -> None:
         """Attend, update scores, apply each row's rules, and insert, for single tokens."""
-        self.calls["tokens"] += 1
         self._tokens(layer, batches.pointers, batches.count, rows)
 
     def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
         """Attend, update scores, apply the rules of all tokens, and insert, for a stride."""
-        self.calls["strides"] += 1
         self._stride(layer, stride, rows)
 
     def undo_tokens(self, layer: Layer, undone: Undone) -> None:
         """Undo rejected draft tokens."""
-        self.calls["undone"] += 1
         self._undo(layer, undone)
-
-    def recall_units(
-        self,
-        layer: Layer,
-        rows: Rows,
-        units: Units,
-        asking: Asking,
-        index: int,
-        asked: int,
-        listed: int,
-        chosen: int,
-    ) -> None:
-        """Select the units that queries attend to most; writes to the addresses given."""
-        self._judge(layer, rows, units, asking, index, asked, listed, chosen)
 
     def recall_requests(self, layer: Layer, rows: Rows, requests: Requests, index: int) -> int:
         """Put the units that ``Recall``s select into pages; returns how many were not there."""
-        self.calls["recalls"] += len(requests)
         came = self._recall(layer, rows, requests, len(requests), index)
         assert came >= 0, "recalled units are missing, or there is no room for them"
         return came
 
     def store_units(self, layer: Layer, units: Units, index: int, gone: Gone) -> None:
         """Write evicted units to a store."""
-        self.calls["stores"] += 1
         self._store(layer, units, index, gone)
 
     def note_ranks(self, layer: Layer, requests: Requests) -> None:
@@ -291,7 +266,6 @@ class Library:
 
     def store_leaving(self, layer: Layer, requests: Requests, index: int) -> None:
         """Write units to stores that the tokens of ``Leaving``s have just evicted."""
-        self.calls["stores"] += len(requests)
         num = self._store_leaving(layer, requests, len(requests), index)
         assert num >= 0, "a token evicted another number of units"
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.attention import literal_pages as literal
 from tests.attention.literal_pages import Pool, Request, Rule, Scoring, Shape, random_lines
+from tests.cpp_library import symbols
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.cpp import library as native
 from vllm_cascade.kernels.cpp.library import load
@@ -247,7 +248,7 @@ class Call:
     def check(self, before: Pool, tolerance: float = 2e-5, strides: bool = False) -> None:
         """Outputs, scores and every other byte of the pool after a call; ``strides``: of those."""
         shape, expected = self.shape, before.copy()
-        rounded = strides and shape.dtype == torch.bfloat16 and load().multiplies_bf16
+        rounded = strides and shape.dtype == torch.bfloat16 and symbols().multiplies_bf16()
         # Two precisions that turn a key may round it to neighbouring numbers.
         tolerance = 2e-3 if rounded else tolerance
         written = torch.zeros(len(self.output), dtype=torch.bool)

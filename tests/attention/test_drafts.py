@@ -31,11 +31,11 @@ from tests.attention.test_paged import (
     Shape,
 )
 from tests.attention.test_selfcheck import broken
+from tests.cpp_library import CALLS
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.torch.drafts import Journal
-from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.kernels.triton import drafts, schedule
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.step.drafts import Drafted, Drafts
@@ -325,12 +325,12 @@ def run_to_the_end(streams: Streams, right: float) -> Streams:
     indirect=["path"],
 )
 def test_nothing_is_left_of_rejected_drafts(path: str, case: str) -> None:
-    calls = load().calls["undone"]
+    calls = CALLS["undone"]
     streams = run(case, most=4, right=0.6, seed=1)
     least = 20 if path == "triton" else 50
     assert streams.accepted > least and streams.rejected > least
     native = streams.native
-    assert native == (path == "native") and (load().calls["undone"] > calls) == native
+    assert native == (path == "native") and (CALLS["undone"] > calls) == native
 
 
 @pytest.mark.parametrize("most", [1, 2, 7])
@@ -345,12 +345,12 @@ def test_any_number_of_drafts_at_any_acceptance(
 
 
 def test_a_row_of_drafts_is_one_call() -> None:
-    streams, calls = Streams("cascade", 5, [120], seed=6), load().calls
+    streams = Streams("cascade", 5, [120], seed=6)
     streams.step(0.8)  # the prompt
     while streams.done[0] < streams.totals[0]:
-        before, done = calls["tokens"], streams.done[0]
+        before, done = CALLS["tokens"], streams.done[0]
         streams.step(0.8)
-        assert calls["tokens"] - before == 1 + streams.done[0] - done  # and as many without drafts
+        assert CALLS["tokens"] - before == 1 + streams.done[0] - done  # and as many without drafts
     assert streams.accepted > 30
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tests.attention.steps import step_of
 from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
 from tests.conftest import ROOT
+from tests.cpp_library import CALLS, symbols
 from vllm_cascade.attention.cpu import native, paths
 from vllm_cascade.kernels.cpp import build, library
 from vllm_cascade.kernels.cpp.library import load
@@ -96,9 +97,10 @@ def test_any_shape(
     chosen = {**policy, "head_policy": head_policy, "head_reduction": reduction}
     chosen |= {"tie": tie, "prefill_stride": stride}
     totals = [prompt + decoded for prompt in prompts]
+    threshold = ctypes.c_int64.in_dll(symbols(), "from_memory")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(paths.SWITCH, "native")
-        patch.setattr(load().from_memory, "value", 0 if from_memory else 1 << 40)
+        patch.setattr(threshold, "value", 0 if from_memory else 1 << 40)
         run_mixed_requests("native", shape, chosen, prompts, totals, stride, tolerance=1e-4)
 
 
@@ -442,8 +444,7 @@ def test_two_openmp_runtimes_are_refused() -> None:
 
     assert not library._shares_threads(SimpleNamespace(set_threads=set_threads))
     assert found == [threads + 1, threads]
-    native_library = ctypes.CDLL(str(load().path))
-    assert library._shares_threads(native_library)
+    assert library._shares_threads(symbols())
     assert torch.get_num_threads() == threads
 
 
@@ -548,7 +549,7 @@ def test_cache_folder_without_a_home(
 def test_no_stride_outlives_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With recall a stride refers to its request's store, which would stay in memory."""
     monkeypatch.setenv(paths.SWITCH, "native")
-    before = load().calls["strides"]
+    before = CALLS["strides"]
     run_mixed_requests("native", Shape(), {**CASCADE, "prefill_stride": 16}, [40], [42], 3)
-    assert load().calls["strides"] > before
+    assert CALLS["strides"] > before
     assert not [found for found in gc.get_objects() if isinstance(found, Stride)]

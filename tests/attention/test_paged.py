@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_
 
 from tests.attention.reference import LiteralCache
 from tests.attention.steps import step_of
+from tests.cpp_library import CALLS
 from tests.oracle.draws import draws
 from tests.oracle.quantised import Quantiser
 from tests.oracle.settings import logit_scale, make_sim, score_rule
@@ -525,7 +526,7 @@ def run_mixed_requests(
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
     if path is not None:
         assert type(layer.impl.path) is {"native": NativePath, "pytorch": PyTorchPath}[path]
-    calls, steps = sum(load().calls.values()), 0
+    calls, steps = sum(CALLS.values()), 0
     stride = settings["prefill_stride"]
     source = layer.policy.token_scores
     scores = [rng.integers(0, 9, total).astype(float).tolist() for total in totals]
@@ -579,7 +580,7 @@ def run_mixed_requests(
             kept = kept_tokens(layer.pages, tables[r].long(), slots, done[r])
             assert kept == [sim.tokens() for sim in literal[r].sims]
     assert torch.equal(layer.pool[0], null_page), "the null block was written"
-    ran = sum(load().calls.values()) - calls
+    ran = sum(CALLS.values()) - calls
     assert ran >= steps if path == "native" else ran == 0
     assert layer.builder.counters.tokens == sum(totals)
     assert layer.builder.counters.evicted_tokens == sum(

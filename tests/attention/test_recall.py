@@ -2,6 +2,7 @@
 """The judge of evicted units, in PyTorch and C++, and the logs that hold them."""
 
 import math
+from ctypes import byref, c_int64, c_void_p
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cpp_library import symbols
 from tests.oracle import recall as oracle
 from tests.oracle.recall import in_8_bits, may_round_either_way
 from vllm_cascade.attention.cpu import native_recall
@@ -112,8 +114,9 @@ def choose(
     positions, pages, num_sinks = where
     asking = native_recall.asking_of(places, positions, pages, num, num_sinks)
     units = native_recall.units_of(part)
-    addresses = asked.ctypes.data, listed.ctypes.data, chosen.ctypes.data
-    load().recall_units(layer, rows, units, asking, 1, *addresses)
+    results = (c_void_p(array.ctypes.data) for array in (asked, listed, chosen))
+    structs = map(byref, (layer, rows, units, asking))
+    symbols().recall_units(*structs, c_int64(1), *results)
     return chosen, listed, asked
 
 

@@ -14,10 +14,10 @@ import torch
 from tests.attention.steps import step_of
 from tests.attention.test_launches import calls_in
 from tests.attention.test_paged import PagedLayer, Shape
+from tests.cpp_library import CALLS
 from vllm_cascade.attention.cpu.paths import SWITCH
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.engine.recall_memory import unit_shape
-from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.models.rotary import rotate
 from vllm_cascade.recall.log import CHUNK_UNITS, Log
 from vllm_cascade.recall.stores import Stores
@@ -137,12 +137,11 @@ def compare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**settings, "prefill_stride": 2 * unit, "recall_store": 40 * unit}
     lengths = [(9 * unit, 5 * unit + 1), (7 * unit + 1, 1), (1, 6 * unit), *[(1, 1)] * (3 * unit)]
     plain, layer = (layer_of(p, shape, settings, monkeypatch) for p in ("pytorch", "native"))
-    before = dict(load().calls)
+    before = dict(CALLS)
     close = 2e-4 if shape.dtype == torch.float32 else 5e-2
     for a, b in zip(run(plain, lengths), run(layer, lengths), strict=True):
         torch.testing.assert_close(a, b, atol=close, rtol=0)
-    made = load().calls
-    assert all(made[call] > before[call] for call in ("recalls", "stores"))
+    assert all(CALLS[call] > before[call] for call in ("recalls", "stores"))
     assert plain.impl.recall.exchanged == layer.impl.recall.exchanged > 10
     for first, log in plain.builder.stores.logs.items():
         other = layer.builder.stores.logs[first]
@@ -179,6 +178,6 @@ def test_calls_do_not_grow_with_requests(
     singles, recall = metadata.waves[0].singles, layer.impl.recall
     new = NewTokens(*(torch.randn(sum(lengths), heads, shape.head_size) for heads in (4, 2, 2, 4)))
     recall.select_for_tokens(singles, new)
-    recalls = load().calls["recalls"]
+    recalls = CALLS["recalls"]
     assert calls_in(lambda: recall.select_for_tokens(singles, new)) <= 12
-    assert load().calls["recalls"] - recalls == lengths.count(1)
+    assert CALLS["recalls"] - recalls == lengths.count(1)

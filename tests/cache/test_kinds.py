@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.conftest import ROOT
 from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.manager import KVPolicyManager
-from vllm_cascade.cache.spec import KVPolicySpec, request_bytes, stock_bytes
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.metrics import saved_bytes
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
@@ -42,6 +42,18 @@ def specs(
         else:
             made[f"layers.{index}"] = SlidingWindowSpec(block_size=1, sliding_window=window, **same)
     return bounded(made, run, block_size)
+
+
+def request_bytes(made: dict[str, KVCacheSpec], num_tokens: int) -> int:
+    """Bytes that a request of ``num_tokens`` tokens holds under a policy, in all layers."""
+    pages = next(iter(made.values())).num_pages(num_tokens)
+    return pages * sum(spec.page_size_bytes for spec in made.values())
+
+
+def stock_bytes(made: dict[str, KVCacheSpec], num_tokens: int) -> int:
+    """Bytes that vLLM without a policy holds for it; of windows only the blocks that it retains."""
+    spec = next(iter(made.values()))
+    return sum(kind.stock_bytes(num_tokens, spec.block_size) for kind in spec.kinds)
 
 
 def test_a_window_beside_recall_fits_on_the_pages_of_both() -> None:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
+from tests.cpp_library import CALLS
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.oracle.dgc import sentences_of
 from tests.oracle.model import OracleResult, load_model, stream
@@ -26,7 +27,6 @@ from tests.oracle.quantised import Quantiser, Stored
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings, token_scores
 from vllm_cascade.attention.cpu.paths import SWITCH
-from vllm_cascade.kernels.cpp.library import load
 
 NUM_TOKENS = 3000
 MAX_ERROR, MEAN_ERROR = 2e-4, 1e-5
@@ -204,13 +204,13 @@ def run_case(
         **case.engine,
     )
     (before,) = llm.collective_rpc("kv_policy_counters")
-    calls = sum(load().calls.values())
+    calls = sum(CALLS.values())
     compare(llm, case.policy, book_tokens[:NUM_TOKENS], corpus=corpus)
     (after,) = llm.collective_rpc("kv_policy_counters")
     num_layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
     own_path = case.policy.get("order") == "importance"  # what C++ does not know
     strides = 0 if own_path or PYTORCH & case.env.items() else after["strides"] - before["strides"]
-    assert sum(load().calls.values()) - calls == strides * num_layers
+    assert sum(CALLS.values()) - calls == strides * num_layers
     kept = case.policy["budget"] + 4 + case.policy.get("overflow", 32)
     assert after["tokens"] - before["tokens"] == NUM_TOKENS
     assert after["evicted_tokens"] - before["evicted_tokens"] >= NUM_TOKENS - kept

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.cpp_library import CALLS
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_metrics import metrics
@@ -25,7 +26,6 @@ from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode, kept_sets
 from tests.oracle import full_attention
 from tests.oracle.families import FAMILIES, WINDOW, Family, run_family, write_family
-from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.settings import KVPolicyError
 
 Case = tuple[str, str, dict[str, str]]
@@ -131,13 +131,13 @@ def compare(
     """
     more = 60
     (before,) = llm.collective_rpc("kv_policy_counters")
-    calls = sum(load().calls.values())
+    calls = sum(CALLS.values())
     llm.collective_rpc("kv_policy_trace", args=(1,))
     tokens, logprobs = decode(llm, random_tokens(0, prompt_len), more + 1)
     kept = kept_sets(llm)
     (after,) = llm.collective_rpc("kv_policy_counters")
     grown = {key: after[key] - before[key] for key in ("moved_reads", "evicted_tokens")}
-    grown["native_calls"] = sum(load().calls.values()) - calls
+    grown["native_calls"] = sum(CALLS.values()) - calls
     truth = truth_of(tokens[:-1])
     assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
     assert np.mean(logprobs[prompt_len - 1 :]) < UNSURE

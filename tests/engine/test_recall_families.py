@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cpp_library import CALLS
 from tests.engine import test_recurrent
 from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.delta_rule import delta_rule_in_fp32
@@ -39,7 +40,6 @@ from tests.engine.test_units import kept_sets, replay
 from tests.oracle.families import FAMILIES, run_family, write_family
 from tests.oracle.quantised import Quantiser
 from tests.oracle.recurrent import run_recurrent, write_recurrent
-from vllm_cascade.kernels.cpp.library import load
 
 __all__ = ["model_of", "recurrent_models", "written"]  # fixtures
 RECALL = {"unit": 8, "recall": 3, "recall_store": 512}
@@ -79,12 +79,12 @@ def compare(
     total: int = TOTAL,
 ) -> None:
     """Log-probabilities and kept tokens of a text, and recalled ones, at every end of a stride."""
-    before, calls = counters(llm), sum(load().calls.values())
+    before, calls = counters(llm), sum(CALLS.values())
     llm.collective_rpc("kv_policy_trace", args=(1,))
     text = random_tokens(0, total + 1)
     logprobs = read(llm, text, prompt)
     kept = kept_sets(llm)
-    calls = sum(load().calls.values()) - calls
+    calls = sum(CALLS.values()) - calls
     truth = truth_of(text[:total], kept)
     error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
     choices, near = truth.recalls

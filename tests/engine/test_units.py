@@ -14,13 +14,13 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.utils import extract_layer_index
 
+from tests.cpp_library import CALLS
 from tests.engine.pool import EnginePool, generated, pool_usage, preempted, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
 from tests.engine.test_batching import engine, forced
 from tests.engine.test_prefix_caching import ask
 from tests.oracle.settings import oracle_settings
 from tests.oracle.unit_cases import CASES, UnitCase
-from vllm_cascade.kernels.cpp.library import load
 
 BY_ID = {case.id: case for case in CASES}
 BLOCK = 32  # of `engine_pool`
@@ -76,7 +76,7 @@ def run_case(
         env=env,
     )
     (before,) = llm.collective_rpc("kv_policy_counters")
-    calls = sum(load().calls.values())
+    calls = sum(CALLS.values())
     llm.collective_rpc("kv_policy_trace", args=(1,))
     prompt = book_tokens[BEGINS.get(case.id, 0) :][: case.prompt]
     tokens, logprobs = decode(llm, prompt, case.total - case.prompt + 1)
@@ -100,7 +100,7 @@ def run_case(
     assert done["evicted_tokens"] == case.total - len(truth.kept[case.total][0][0]) > case.total / 2
     assert done["moved_reads"] > 0
     native = 0 if PYTORCH & env.items() else done["strides"] * len(truth.kept[case.total])
-    assert sum(load().calls.values()) - calls == native
+    assert sum(CALLS.values()) - calls == native
     assert pool_usage(llm) == 0.0
 
 

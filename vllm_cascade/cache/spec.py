@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache spec of a bounded cache: bytes per page and pages per request."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -235,22 +234,3 @@ class KVPolicySpec(AttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
-
-
-def request_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
-    """Bytes that a request of ``num_tokens`` tokens holds under a policy, in all layers.
-
-    Args:
-        specs: Specs by layer name, as ``bounded`` returns them.
-    """
-    pages = next(iter(specs.values())).num_pages(num_tokens)
-    return pages * sum(spec.page_size_bytes for spec in specs.values())
-
-
-def stock_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
-    """Bytes that vLLM without a policy holds for a request of ``num_tokens`` tokens.
-
-    Sliding-window layers count only the blocks that vLLM retains for a window.
-    """
-    spec = next(iter(specs.values()))
-    return sum(kind.stock_bytes(num_tokens, spec.block_size) for kind in spec.kinds)

@@ -260,7 +260,7 @@ class _StrideAligned(_Base):
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
         if self.num_spec_tokens and start >= prompt_len:
-            return self._with_drafts(request, start, start + num_new_tokens, limit) - start
+            return self._with_drafts(request, start + num_new_tokens, limit) - start
         stops = self._stops(request) if start < prompt_len else ()
         chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
         if self.scheduler_config.disable_chunked_mm_input:
@@ -306,7 +306,7 @@ class _StrideAligned(_Base):
         release_unreached(cache, request, reached, held)
         return choose(request, start, chunk, *rest)
 
-    def _with_drafts(self, request: Request, start: int, end: int, limit: int) -> int:
+    def _with_drafts(self, request: Request, end: int, limit: int) -> int:
         """End of a row of generated tokens and drafts, at most ``end``.
 
         The last token of the longest answer is never computed. Placeholders instead of drafts,

@@ -86,11 +86,6 @@ class UnitShape:
         """Bytes of host memory per chunk of ``CHUNK_UNITS`` units, in whole pages."""
         return block_bytes(self.layout)
 
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of host memory per stored token."""
-        return self.chunk_bytes / (CHUNK_UNITS * self.unit)
-
 
 def _tensor(number: int) -> property:
     return property(lambda chunk: view(chunk.memory, chunk.shape.layout, number))

@@ -103,7 +103,6 @@ class Stride:
     stream: int
     cached: int
     old_slots: int
-    new_slots: int
     start: int
     num_tokens: int
     position: int
@@ -212,7 +211,6 @@ def strides_of(
                 stream=stream,
                 cached=numbers[CACHED],
                 old_slots=numbers[OLD_SLOTS],
-                new_slots=slots,
                 start=start,
                 num_tokens=length,
                 position=int(rows.position[i]),
