@@ -419,7 +419,7 @@ def by_oracle(
         sinks: logits ``[Q, H * G, sinks]``.
     """
     _, num_units, unit, _ = keys.shape
-    store = oracle.RecallSettings(num, unit, num_units * unit, 4, len(queries))
+    store = oracle.RecallSettings(num, unit, num_units * unit, 4, len(queries), "exact")
     simulated = oracle.RecallSim(store, evicted=list(range(num_units)))
     with patch.object(oracle, "CANDIDATES", most):
         simulated.choose(queries, keys.flatten(1, 2), sinks)
