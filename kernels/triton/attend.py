@@ -11,9 +11,6 @@ and log-sum-exps for the merge of the parts. Units of a multiple of 16 tokens ha
 Source: split-KV decoding as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
@@ -357,46 +354,3 @@ class DecodeAttention:
             table_stride=singles.table_place,
             **own,
         )
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    logit_scale: torch.Tensor | None,
-    splits: int,
-    keep_logits: bool,
-    positions: torch.Tensor | None = None,
-    **layer: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One call of ``DecodeAttention`` for a ``CachedLayer`` that is described by the rest.
-
-    Args:
-        query: ``[B, H * G, D]``, rotated at position ``cached``; fp16, bf16 or fp32.
-        key, value: ``[B, H, D]`` of the new token, keys rotated at position ``cached``.
-        table: int32 ``[>= B, P]`` block numbers.
-        steps: int32 ``[B, STEP_COLUMNS]`` step rows (``tiles``).
-        logit_scale: fp32 ``[B]``, factors on the logits, or None.
-        positions: int64 positions of all tokens of the step, in layers with a window; None: queries
-            and keys are at ``cached``. Requires units of one token.
-
-    Returns:
-        Four fp32 tensors. Padding rows are not written.
-
-        - Partial outputs ``[B, H * G, splits, D]``, of the values' D.
-        - Their log-sum-exps ``[B, H * G, splits]``.
-        - Logits ``[B, H * G, N]`` by slot: -inf for empty slots, not written beyond ``old_slots``.
-          With units, log-sum-exps ``[B, H * G, masses_of(N, unit)]`` of units or parts of units.
-          Empty without ``keep_logits``.
-        - The new token's own logits ``[B, H * G]``. Empty without ``keep_logits``.
-    """
-    told = CachedLayer(**layer, num_queries=query.shape[1], dtype=query.dtype)
-    launch = DecodeAttention(told, keep_logits)
-    shapes = launch.shapes(len(steps), table.shape[1], splits)
-    made = {name: query.new_empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
-    assert len(query) == len(steps), query.shape
-    tokens = Tokens(query, key, value)
-    launch(tokens, Singles(steps, table, logit_scale=logit_scale, positions=positions, **made))
-    return made["partial"], made["partial_lse"], made["logits"], made["own"]

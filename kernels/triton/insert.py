@@ -19,9 +19,7 @@ cells: BUZZ (https://arxiv.org/abs/2410.23079).
 """
 
 from functools import partial
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -463,39 +461,3 @@ class Insertion:
             # With fewer elements than threads all warps load a rank that one of them rewrites.
             num_warps=max(min(tile // 32, 8 if tile > 1024 else 4), 1),
         )
-
-
-def insert(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    new_score: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rules: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    saves: torch.Tensor | None = None,
-    *,
-    has_cells: bool,
-    saved: Saved | None = None,
-    **layer: Any,
-) -> None:
-    """One call of ``Insertion`` for a ``CachedLayer`` that is described by the rest.
-
-    Args:
-        key, value: ``[B, H, D]``, keys rotated at position ``cached``.
-        new_score: fp32 ``[B, S]``, scores of the new tokens, or of the units they open.
-        table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 are padding and write nothing.
-        rules: int32 ``[n, RULE_COLUMNS]``, the rules after each row's first.
-        positions: int64 key positions of all tokens of the step, in layers with a window; None:
-            keys are at ``cached``.
-        saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
-    """
-    launch = Insertion(CachedLayer(**layer, dtype=key.dtype), has_cells, saved)
-    tokens = Tokens(None, key, value)
-    assert len(key) == len(steps) and new_score.shape == (len(steps), layer["rank"].shape[1])
-    shapes = launch.shapes(len(steps), table.shape[1])
-    made = {name: layer["score"].new_empty(shape) for name, shape in shapes.items()}
-    made["new_score"] = new_score
-    told = {"rules": rules, "positions": positions, "saves": saves}
-    launch(tokens, Singles(steps, table, **told, **made))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.kernels.chunk_checks import check_chunks
+from tests.kernels.decode_calls import attend, merge, merge_scored
 from tests.kernels.draft_checks import check_drafts
 from tests.kernels.insertion_checks import NUM_RULES, check_assign, check_insert
 from tests.kernels.prefill_checks import check_prefill, check_split
@@ -41,9 +42,7 @@ from tests.kernels.references import (
 from tests.kernels.stride_checks import check_insert_strides
 from tests.kernels.unit_checks import check_insert_units
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.configs import attend_splits
-from vllm_cascade.kernels.triton.merge import merge, merge_scored
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.schedule import (
     HEAD_COLUMNS,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tests.kernels.decode_calls import insert
 from tests.kernels.insertion_checks import rules_of
 from tests.kernels.random_pool import (
     POISON,
@@ -19,7 +20,6 @@ from tests.kernels.random_pool import (
 from tests.kernels.unit_checks import unit_rules_of
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.drafts import DraftUndo, Saved, VersionSaver
-from vllm_cascade.kernels.triton.insert import insert
 
 MOST = 3
 """Drafts of a request."""

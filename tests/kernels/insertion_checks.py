@@ -5,6 +5,7 @@ import random
 
 import torch
 
+from tests.kernels.decode_calls import insert
 from tests.kernels.random_pool import (
     Cache,
     Case,
@@ -20,7 +21,6 @@ from tests.kernels.random_pool import (
 from tests.kernels.references import as_int32, assign_reference, salted, survivors_reference
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.assign import Assignment
-from vllm_cascade.kernels.triton.insert import insert
 
 
 def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:

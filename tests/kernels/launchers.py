@@ -5,19 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.kernels.decode_calls import attend, insert, merge, merge_scored
 from tests.kernels.recall_calls import judge_units, ranks_before, recall_units, store_units
 from vllm_cascade.kernels.triton.assign import Assignment
-from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
 from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, DraftUndo, Saved, VersionSaver
 from vllm_cascade.kernels.triton.gather import StrideGather
-from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
-from vllm_cascade.kernels.triton.merge import merge, merge_scored
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall_columns import RECALL
 from vllm_cascade.kernels.triton.rotate import decode_dtype

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels import recall_calls
+from tests.kernels import decode_calls, recall_calls
 from tests.kernels.checks import Case, make_cache
 from tests.kernels.recall_checks import Rings
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import (
     assign,
-    attend,
-    insert,
-    merge,
     rotate,
     scores,
 )
@@ -50,7 +47,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
         "scale": 0.25,
         "softcap": 0.0,
     }
-    parts, parts_lse, logits, own = attend.attend(**decode, splits=2, keep_logits=True)
+    parts, parts_lse, logits, own = decode_calls.attend(**decode, splits=2, keep_logits=True)
     lse, num_places = torch.rand(10, 4), cache.table.shape[1] * cache.rank.shape[2]
     made = {"logits": logits, "own": own, "lse": lse[:2], "reduction": "max", "unit": unit}
     rings = Rings(replace(CASE, unit=unit, lengths=lengths), 6)
@@ -104,10 +101,13 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 **store,
             },
         ),
-        "attend": (attend.attend, {**decode, "splits": 2, "keep_logits": True}),
-        "attend without logits": (attend.attend, {**decode, "splits": 4, "keep_logits": False}),
+        "attend": (decode_calls.attend, {**decode, "splits": 2, "keep_logits": True}),
+        "attend without logits": (
+            decode_calls.attend,
+            {**decode, "splits": 4, "keep_logits": False},
+        ),
         "merge": (
-            merge.merge,
+            decode_calls.merge,
             {
                 "partial": parts,
                 "partial_lse": parts_lse,
@@ -116,7 +116,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             },
         ),
         "merge_scored": (
-            merge.merge_scored,
+            decode_calls.merge_scored,
             {
                 **{name: made[name] for name in made if name != "lse"},
                 **scored,
@@ -154,7 +154,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             },
         ),
         "insert": (
-            insert.insert,
+            decode_calls.insert,
             {
                 "key": key[:2],
                 "value": key[:2],

@@ -3,6 +3,7 @@
 
 import torch
 
+from tests.kernels.decode_calls import insert
 from tests.kernels.insertion_checks import NUM_RULES, compared, lists_of_rules
 from tests.kernels.random_pool import (
     Cache,
@@ -17,7 +18,6 @@ from tests.kernels.random_pool import (
 )
 from tests.kernels.references import survivors_reference
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.insert import insert
 
 
 def unit_rules_of(
