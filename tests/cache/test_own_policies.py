@@ -13,7 +13,7 @@ from vllm_cascade.policies.schedule import Schedule
 def test_pages_are_counted_per_request() -> None:
     """Budget 64 and 4 sinks are five pages of 16; budget 32 is three, a window of 16 one."""
     worker = Worker(make_scheduler(KVPolicyScheduler, 60))
-    (manager,) = worker.scheduler._managers
+    manager = worker.scheduler._manager
     asked = {"all": {}, "half": {"kv_budget": 32}, "one": {"kv_policy": "window", "kv_budget": 16}}
     for i, (name, extra_args) in enumerate(asked.items()):
         tokens = [i + 1] * 90
@@ -75,7 +75,7 @@ def test_a_prompt_that_goes_on_keeps_its_first_part() -> None:
     """Streaming input: pages are reserved for the first part's kept tokens."""
     worker = Worker(make_scheduler(KVPolicyScheduler, 60, kv_policy_config=KEEPS))
     scheduler = worker.scheduler
-    (manager,) = scheduler._managers
+    manager = scheduler._manager
     for part in (range(1, 31), range(100, 300)):
         scheduler.add_request(request("a", list(part), 1, resumable=True))
         for _ in range(8):

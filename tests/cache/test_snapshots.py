@@ -95,7 +95,7 @@ class Worker:
 
     def _step(self, name: str, start: int, num: int) -> list[int]:
         stream, pages = self.streams[name], self.pages[name]
-        (manager,) = self.scheduler._managers
+        manager = self.scheduler._manager
         assert len(pages) == manager.num_pages(name, start + num)
         for page in pages[: manager.num_pages(name, start)]:
             assert self.content.get(page) == (self.keys[name], tuple(stream[:start])), (
@@ -186,7 +186,7 @@ class Machine(RuleBasedStateMachine):
         """free (snapshots among them) + held = pool; no page in two places."""
         if not hasattr(self, "scheduler"):
             return
-        (manager,) = self.scheduler._managers
+        manager = self.scheduler._manager
         free = self.pool.free_block_queue.get_all_free_blocks()
         held = [block for blocks in manager.req_to_blocks.values() for block in blocks]
         kept = [block for snap in self.store._by_key.values() for block in snap.blocks]

@@ -194,7 +194,7 @@ def test_pages_and_metrics(engine_pool: EnginePool, model_of: Any) -> None:
     """A request has one page a state; a preempted one starts over with the same result."""
     llm = engine(engine_pool, model_of("lfm2"), "lfm2", POLICIES["cascade"], {})
     core = llm.llm_engine.engine_core.engine_core
-    (manager,) = core.scheduler._managers
+    manager = core.scheduler._manager
     slots = manager.kv_cache_spec.page_slots
     assert slots == 32 and len(core.scheduler._states) == 3
     prompt, seen = random_tokens(9, 333), set()

@@ -94,8 +94,9 @@ class Meter:
     """Counts tokens, strides and pages of a scheduler's requests.
 
     Args:
-        copies: page managers, each with the number of copies of a page: layers times
-            tensor-parallel ranks, or only ranks if layers are of several kinds.
+        manager: the page manager.
+        copies: of a page: layers times tensor-parallel ranks, or only ranks if layers are of
+            several kinds.
         schedule_of: returns a request's schedule.
         states: page managers of recurrent states. A state has the same size without a policy, so
             it saves nothing.
@@ -103,11 +104,13 @@ class Meter:
 
     def __init__(
         self,
-        copies: Sequence[tuple[KVPolicyManager, int]],
+        manager: KVPolicyManager,
+        copies: int,
         schedule_of: Callable[[Request], Schedule],
         states: Sequence[SingleTypeKVCacheManager] = (),
     ) -> None:
-        self._copies, self._schedule_of, self._states = copies, schedule_of, states
+        self._manager, self._copies, self._states = manager, copies, states
+        self._schedule_of = schedule_of
         self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
     def step(self, scheduled: Iterable[tuple[Request, int, int, int]]) -> None:
@@ -146,15 +149,13 @@ class Meter:
             stats.recall_memory_limit_bytes = memory.limit_bytes
         stats.snapshot_hits = snapshot_hits - self._snapshot_hits
         self._snapshot_hits = snapshot_hits
-        held: list[tuple[Request, int]] = []
-        for manager, copies in self._copies:
-            spec, blocks_of = manager.kv_cache_spec, manager.req_to_blocks.items()
-            held = [(requests[name], len(b)) for name, b in blocks_of if b and name in requests]
-            pages = sum(num for _, num in held)
-            stats.pages += pages
-            lengths = [request.num_computed_tokens for request, _ in held]
-            stats.saved_bytes += saved_bytes(spec, lengths, pages) * copies
-        stats.pages += sum(len(b) for m in self._states for b in m.req_to_blocks.values())
+        spec, blocks_of = self._manager.kv_cache_spec, self._manager.req_to_blocks.items()
+        held = [(requests[name], len(b)) for name, b in blocks_of if b and name in requests]
+        pages = sum(num for _, num in held)
+        states = sum(len(b) for m in self._states for b in m.req_to_blocks.values())
+        stats.pages = pages + states
+        lengths = [request.num_computed_tokens for request, _ in held]
+        stats.saved_bytes = saved_bytes(spec, lengths, pages) * self._copies
         for schedule, rows in self._by_schedule(held):
             num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
             stats.cached_tokens += int(schedule.positions(num).sum())

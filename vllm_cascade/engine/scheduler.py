@@ -91,35 +91,29 @@ class _StrideAligned(_Base):
         super().__init__(*args, **kwargs)
         # vLLM calls _mamba_block_aligned_split only if this is set.
         self.need_mamba_block_aligned_split = True
-        self._managers = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager, KVPolicyManager)
-        ]
-        assert self._managers, "a KV policy is on, but no cache group uses it"
-        self._states = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager, StateManager)
-        ]
-        self._managers[0].states = self._states
-        spec: KVPolicySpec = self._managers[0].kv_cache_spec
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        own = [manager for manager in managers if isinstance(manager, KVPolicyManager)]
+        assert len(own) == 1, f"{len(own)} cache groups use the KV policy"  # workers check first
+        self._manager = own[0]
+        self._states = [manager for manager in managers if isinstance(manager, StateManager)]
+        self._manager.states = self._states
+        spec: KVPolicySpec = self._manager.kv_cache_spec
         self._stride = spec.policy.prefill_stride
         self._shares_caches = shares_caches(self.vllm_config.model_config.hf_text_config)
         self._memory = self._open_memory(spec)
-        self._managers[0].memory = self._memory
+        self._manager.memory = self._memory
         self._requests = PerRequest(spec.engine_schedule)
         self._schedules: WeakKeyDictionary[Request, Schedule] = WeakKeyDictionary()
         self._rejected: WeakSet[Request] = WeakSet()  # they wait for their end
-        self._snapshots: SnapshotStore | None = self._managers[0].snapshots
+        self._snapshots: SnapshotStore | None = self._manager.snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
         self._looked_up: set[str] = set()  # requests that this step looks for in the prefix cache
         self._ended: dict[str, int] = {}
         self._drafted: list[tuple[Request, int]] = []  # with the first draft's index
         self._warn_of_small_pool()
         ranks = self.parallel_config.tensor_parallel_size
-        copies = [(manager, ranks * self._num_layers(manager)) for manager in self._managers]
-        self._meter = Meter(copies, self._schedule_of, self._states)
+        copies = ranks * self._num_layers(spec)
+        self._meter = Meter(self._manager, copies, self._schedule_of, self._states)
         self._log_prefix_caching()
         self.sessions = self._open_sessions(spec)
 
@@ -135,7 +129,7 @@ class _StrideAligned(_Base):
 
     def _open_memory(self, spec: KVPolicySpec) -> RecallMemory | None:
         """Count the host memory of evicted units, and log its bound; None without recall."""
-        group = self.kv_cache_config.kv_cache_groups[self._managers[0].kv_cache_group_id]
+        group = self.kv_cache_config.kv_cache_groups[self._manager.kv_cache_group_id]
         policy = spec.engine_schedule.policy  # the spec may be that of a layer with a window
         shape = model_shape(spec, len(group.layer_names))
         if not policy.recall or not shape.num_layers:
@@ -144,14 +138,13 @@ class _StrideAligned(_Base):
         log_memory(memory, policy, self.vllm_config)
         return memory
 
-    def _num_layers(self, manager: KVPolicyManager) -> int:
-        """Layers that share a manager's page; 1 if they are of several kinds.
+    def _num_layers(self, spec: KVPolicySpec) -> int:
+        """Layers that share a page; 1 if they are of several kinds.
 
         With several kinds, byte counts already cover all layers (``metrics.saved_bytes``).
         """
-        spec: KVPolicySpec = manager.kv_cache_spec
         # vLLM gives a scheduler the layers of the first pipeline stage.
-        group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+        group = self.kv_cache_config.kv_cache_groups[self._manager.kv_cache_group_id]
         return 1 if spec.kinds else spec.num_layers or len(group.layer_names)
 
     @property
@@ -180,10 +173,10 @@ class _StrideAligned(_Base):
             KVPolicyError: the longest request does not fit and layers have windows or states,
                 which admission cannot size.
         """
-        need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
-        need += len(self._states)
+        spec: KVPolicySpec = self._manager.kv_cache_spec
+        need = spec.num_pages(self.max_model_len) + len(self._states)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
-        if need > have and (self._states or any(m.kv_cache_spec.windows for m in self._managers)):
+        if need > have and (self._states or spec.windows):
             others = "recurrent states" if self._states else "sliding windows"
             raise KVPolicyError(
                 f"kv_policy: a request of --max-model-len {self.max_model_len} tokens needs {need} "
@@ -220,8 +213,7 @@ class _StrideAligned(_Base):
         except KVPolicyError as error:
             self._reject(request, str(error))
             return
-        need = sum(m.kv_cache_spec.num_pages(most, schedule) for m in self._managers)
-        need += len(self._states)
+        need = self._manager.kv_cache_spec.num_pages(most, schedule) + len(self._states)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         if need > have:
             self._reject(
@@ -255,8 +247,7 @@ class _StrideAligned(_Base):
             # takes back the token that ran ahead, which pages and logs cannot.
             return 0
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        for manager in self._managers:
-            manager.set_limit(*self._limit(request))
+        self._manager.set_limit(*self._limit(request))
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
         if self.num_spec_tokens and start >= prompt_len:
@@ -268,7 +259,7 @@ class _StrideAligned(_Base):
         if not self._shares_caches:
             return chunk
         # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
-        unit = self._managers[0].kv_cache_spec.engine_schedule.unit
+        unit = self._manager.kv_cache_spec.engine_schedule.unit
         return first_stride(start, chunk, prompt_len, self._stride, unit)
 
     def _try_schedule_encoder_inputs(
@@ -355,7 +346,7 @@ class _StrideAligned(_Base):
         hit, blocks = (snapshot.num_tokens, snapshot.blocks) if snapshot else (0, ())
         junction = store.junction(schedule, hashes, longest, hit)
         groups: list[list[KVCacheBlock]] = [[] for _ in range(1 + len(self._states))]
-        groups[self._managers[0].kv_cache_group_id] = list(blocks)  # the manager splits them
+        groups[self._manager.kv_cache_group_id] = list(blocks)  # the manager splits them
         return manager.create_kv_cache_blocks(tuple(groups)), hit, junction, False
 
     @staticmethod
@@ -446,7 +437,7 @@ class _StrideAligned(_Base):
 
     def _pages_of(self, request: Request) -> Callable[[int], list[int]]:
         """Returns the block ids of a request's state after so many tokens."""
-        manager, name = self._managers[0], request.request_id
+        manager, name = self._manager, request.request_id
         return lambda num: [block.block_id for block in manager.state_after(name, num)]
 
     def _end_drafts(self, request: Request) -> None:
@@ -510,7 +501,6 @@ class _StrideAligned(_Base):
 
         The forward pass has not run yet, so pages still hold the state at a chunk's start.
         """
-        (manager,) = self._managers
         for name in list(self._prefilling):
             request = self.requests.get(name)
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
@@ -520,11 +510,12 @@ class _StrideAligned(_Base):
             start = request.num_computed_tokens - output.num_scheduled_tokens[name]
             if start in self._stops(request):
                 schedule, hashes = self._schedule_of(request), request.block_hashes
-                pages = manager.state_after(name, start)
+                pages = self._manager.state_after(name, start)
                 log = None
                 if self._memory is not None:
                     log = self._memory.fork(name, int(schedule.evicted(np.asarray(start))))
-                snapshots.take(schedule, hashes, start, pages, manager.reserved_pages(), log)
+                reserved = self._manager.reserved_pages()
+                snapshots.take(schedule, hashes, start, pages, reserved, log)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop all snapshots and sessions, even if running requests keep vLLM from resetting."""
