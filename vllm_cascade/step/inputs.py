@@ -141,6 +141,18 @@ class Stride:
         return slice(self.start, self.start + self.num_tokens)
 
 
+def scored_ranks(schedules: Sequence[Schedule], cached: np.ndarray) -> np.ndarray:
+    """int32 ``[B]``, ranks of the units that get a score from the host; ``NO_RANK``: none.
+
+    Args:
+        cached: tokens that are cached before each token, int ``[B]``.
+    """
+    lags = np.asarray([schedule.lag for schedule in schedules])
+    theirs = np.asarray([schedule.scoring.from_host for schedule in schedules])
+    rank = (cached - lags) // schedules[0].unit
+    return np.where(theirs & (rank >= 0), rank, NO_RANK).astype(np.int32)
+
+
 def singles_of(
     rows: StrideRows,
     step: Step,
@@ -162,10 +174,7 @@ def singles_of(
     place = steps[:, START]
     scored = given = None
     if step.given is not None:
-        lags = np.asarray([schedule.lag for schedule in rows.schedules])
-        theirs = np.asarray([schedule.scoring.from_host for schedule in rows.schedules])
-        rank = (steps[:, CACHED] - lags) // rows.schedules[0].unit
-        scored = torch.from_numpy(np.where(theirs & (rank >= 0), rank, NO_RANK).astype(np.int32))
+        scored = torch.from_numpy(scored_ranks(rows.schedules, steps[:, CACHED]))
         given = torch.from_numpy(step.given[place])
     scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])
     return Singles(

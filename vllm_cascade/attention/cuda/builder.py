@@ -49,7 +49,7 @@ from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.inputs import NO_RANK, strides_of
+from vllm_cascade.step.inputs import NO_RANK, scored_ranks, strides_of
 from vllm_cascade.step.recall import plan_rings
 from vllm_cascade.step.rows import Step, StrideRows, split
 
@@ -287,13 +287,13 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         if not self.schedule.scoring.from_host:
             return False
         given = np.zeros(len(stream), dtype=np.float32)
-        scored = np.full(len(stream), NO_RANK, dtype=np.int32)
+        cached = np.full(len(stream), -1, dtype=np.int64)
         for row in np.flatnonzero(stream >= 0).tolist():
             schedule, t = schedules[row], int(stream[row])
             if schedule.scoring.from_host:
                 (given[row],) = self.host_scores(common, row, schedule, t, t + 1)
-                cached = int(schedule.positions(stream[row]))
-                scored[row] = (cached - schedule.lag) // schedule.unit
+                cached[row] = schedule.positions(stream[row])
+        scored = scored_ranks(schedules, cached)
         self.given[wave, : len(given)].copy_(self._sent(given), non_blocking=True)
         self.scored[wave, : len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
@@ -419,10 +419,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             places = self.drafts.saves(names, rows.request, rows.steps[:, STREAM])
             saves = self._sent(places) if (places >= 0).any() else None
         if given is not None:
-            lag = np.asarray([schedule.lag for schedule in rows.schedules])
-            theirs = np.asarray([schedule.scoring.from_host for schedule in rows.schedules])
-            rank = (rows.steps[:, CACHED] - lag) // self.schedule.unit
-            scored = self._sent(np.where(theirs, rank, NO_RANK).astype(np.int32))
+            scored = self._sent(scored_ranks(rows.schedules, rows.steps[:, CACHED]))
         recalled, recalls = self._recall_of(rows, recall)
         return DecodeRows(
             index=index,
