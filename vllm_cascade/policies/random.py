@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from vllm_cascade.policies.h2o import Recent
+from vllm_cascade.policies.recent import Recent
 from vllm_cascade.policies.rules import Scoring
 
 BITS = 24

@@ -162,7 +162,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
             return replace(tokens, schedules=same, frames=schedules)
         if not self.schedule.scoring.from_host:
             return tokens
-        return RequestTokens(**{**vars(tokens), "given": self._given(common, tokens)})
+        return replace(tokens, given=self._given(common, tokens))
 
     def _given(self, common: CommonAttentionMetadata, tokens: RequestTokens) -> np.ndarray:
         """Host scores, fp32 ``[num_tokens]``; 0 for requests that do not use them."""
