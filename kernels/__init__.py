@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels, one operation a file, each beside its plain-PyTorch reference.
+"""Kernels, one operation a file; ``tests/kernels/references.py`` has references in plain PyTorch.
 
 Installed as ``vllm_cascade.kernels``. Nothing here imports vLLM.
 """

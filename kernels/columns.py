@@ -46,7 +46,8 @@ STEP_COLUMNS = 16
 RULE_COLUMNS = 4
 """Columns lo, hi, evicts, cell: the same as LO .. CELL of a step row."""
 
-# Recall row (CUDA only): what a stride does with its request's evicted units.
+# Recall row: what a stride does with its request's evicted units. Only CUDA reads RING and
+# MORE_RECALLED.
 HOW = 0
 """Selection of recalled units: 0 (unchanged), ``TAKES_ALL`` or ``JUDGED``."""
 RING = 1

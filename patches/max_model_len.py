@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``vllm.config.model._get_and_verify_max_len`` (checked against vLLM 0.32.0).
+"""Patch of ``vllm.config.model._get_and_verify_max_len``.
 
 What: lets ``--max-model-len`` exceed the model's position range while a configuration with a KV
 policy is created, and records the range so that the policy can be checked against it.

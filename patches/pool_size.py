@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``_check_enough_kv_cache_memory``, where vLLM sizes its block pool (checked against vLLM
-0.32.0 and 0.33.0).
+"""Patch of ``_check_enough_kv_cache_memory``, where vLLM sizes its block pool.
 
 What: an engine with a policy starts even if a request of ``--max-model-len`` tokens does not fit
 its pool. The scheduler warns, and ``patches/request_checks.py`` rejects such requests.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``EngineCoreProc._make_ready_response`` and ``MPClient._apply_ready_response`` (checked
-against vLLM 0.32.0 and 0.33.0).
+"""Patch of ``EngineCoreProc._make_ready_response`` and ``MPClient._apply_ready_response``.
 
 What: an engine's first message to its front-ends has the settings of its policy, and a front-end
 with other settings stops.

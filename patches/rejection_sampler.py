@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``vllm.v1.sample.rejection_sampler`` (checked against vLLM 0.32.0 and 0.33.0).
+"""Patch of ``vllm.v1.sample.rejection_sampler``.
 
 What: with speculative decoding on a CPU, draft tokens get the temperature, ``top_k`` and ``top_p``
 of their requests, and a step may have none. CPU workers with a policy apply it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``EngineCoreOutputs`` and ``StatLoggerManager`` (checked against vLLM 0.32.0).
+"""Patch of ``EngineCoreOutputs`` and ``StatLoggerManager``.
 
 What: scheduler statistics may carry those of a policy and of sessions, and every front-end of an
 engine with these (``vllm serve``, ``AsyncLLM``, ``LLM``) gets loggers that publish them.

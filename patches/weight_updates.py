@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``EngineCore.collective_rpc``, ``add_lora`` and ``reset_prefix_cache`` (checked against
-vLLM 0.32.0 and 0.33.0).
+"""Patch of ``EngineCore.collective_rpc``, ``add_lora`` and ``reset_prefix_cache``.
 
 What: a scheduler that keeps sessions hears that workers were told to change the model's weights, or
 to load an adapter. A reset that drops sessions makes an idle engine take a step.

@@ -6,8 +6,7 @@ because the order does not change attention, so nothing is gathered. Keys are ro
 ``rank - born`` as they are read, and shared by the query heads of a group. The new token's key and
 value come from the forward pass, not from a page. The kernel writes raw logits for the score update
 and log-sum-exps for the merge of the parts. Units of a multiple of 16 tokens have another kernel
-(``attend_units.py``), but for those of latent rows. The reference is that of a stride of one token
-(``prefill.py``).
+(``attend_units.py``), but for those of latent rows.
 Source: split-KV decoding as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 

@@ -463,7 +463,7 @@ class UnitStore:
     """Stores the units that strides evict, in one layer; rows whose ``STORED`` is 0 store nothing.
 
     Args:
-        layer: its ``rotation`` is that of ``rotate.gather``, by position.
+        layer: its ``rotation`` is a ``rotation_table``, by position.
         rows, codes, scales, stored_born, stored_token: the layer's store (``recall.Judge``,
             ``recall_choose.Recaller``), written.
         capacity: places of a ring.
@@ -561,7 +561,7 @@ class UnitStore:
         ``keep``; or after single tokens are inserted: evicted rows are still in their free slots.
 
         Args:
-            keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 for evicted units.
+            keep: int32 ``[R, S, C]`` of ``StrideChoice``: -1 for evicted units.
         """
         assert (keep is None) == (tokens is None)
         if rows.num_rows == 0:

@@ -33,7 +33,7 @@ class Singles:
         scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
             none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
-        recall: what each does with its evicted units, or None; empty where nobody does.
+        recall: what each does with its evicted units, or None; empty if none does anything.
         saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
         kept: what an implementation makes of them in the first layer, for all others.
     """

@@ -459,17 +459,17 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             judged=None if recall is None else recall[rows.request, HOW] == JUDGED,
         )
 
-    # --- strides in which nobody is compared ------------------------------------------------------
+    # --- strides without scores, which need not wait for those before ----------------------------
 
     def _at_once(
         self, waves: Sequence[StrideRows], names: Sequence[str | None]
     ) -> tuple[list[list[StrideRows]], list[StrideRows]]:
         """What each wave attends without waiting for waves before, and what else it has.
 
-        The first wave takes all of a request's strides, unless somebody looks at every stride.
+        The first wave takes all of a request's strides, unless the policy is traced.
         Drafts wait for each other: each of them saves what it changes.
         """
-        fits = [self._nobody_is_compared(rows) for rows in waves]
+        fits = [self._score_free(rows) for rows in waves]
         if self.drafts is not None:
             waits = self.drafts.drafting(names, _ends(waves))
             fits = [
@@ -494,7 +494,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             return [[rows for rows in chosen if len(rows)], *([] for _ in waves[1:])], rest
         return [[rows] if len(rows) else [] for rows in chosen], rest
 
-    def _nobody_is_compared(self, rows: StrideRows) -> np.ndarray:
+    def _score_free(self, rows: StrideRows) -> np.ndarray:
+        """bool ``[B]``: strides that begin with a unit, and evict the oldest tokens only."""
         plain = np.asarray([one.keeps_newest is not None for one in rows.schedules], dtype=bool)
         return plain & (rows.steps[:, STREAM] % self.schedule.unit == 0)
 
