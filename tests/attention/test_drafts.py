@@ -191,11 +191,14 @@ class Streams:
     def number_of_drafts(self) -> int:
         return int(self.rng.integers(0, self.most + 1))
 
-    def step(self, right: float) -> None:
-        """A step of some requests: prompts beside rows with drafts."""
+    def some_requests(self) -> list[int]:
         waiting = [r for r, total in enumerate(self.totals) if self.done[r] < total]
         row = [r for r in self.rng.permutation(waiting).tolist() if self.rng.random() < 0.8]
-        row = row or waiting[:1]
+        return row or waiting[:1]
+
+    def step(self, right: float) -> None:
+        """A step of some requests: prompts beside rows with drafts."""
+        row = self.some_requests()
         tokens, lengths, drafted = [], {}, {}
         for r in row:
             first = self.done[r]

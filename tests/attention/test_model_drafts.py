@@ -27,9 +27,7 @@ class ModelStreams(Streams):
         self.drafts = self.drafting.builder.drafts = ModelDrafts(MOST_REQUESTS, most)
 
     def step(self, right: float) -> None:
-        waiting = [r for r, total in enumerate(self.totals) if self.done[r] < total]
-        row = [r for r in self.rng.permutation(waiting).tolist() if self.rng.random() < 0.8]
-        row = row or waiting[:1]
+        row = self.some_requests()
         tokens, lengths, drafted = [], {}, {}
         for r in row:
             first = self.done[r]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who imports whom in ``benchmarks/``: commands use its folders, and nothing goes in a circle."""
 
-import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from benchmarks.running.environment import ROOT
+from tests.test_structure import imports as imported
 
 Imports = dict[str, set[str]]
 
@@ -22,21 +22,12 @@ def imports(root: Path) -> Imports:
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
         for file in (root / "benchmarks").rglob("*.py")
     }
-    return {
-        module: {name for name in _named(ast.parse(file.read_text("utf-8"))) if name in files}
+    # ``from a import b`` is of ``a``, and of ``a.b`` if that is a module.
+    named = {
+        module: {name for full in imported(file) for name in (full, full.rpartition(".")[0])}
         for module, file in files.items()
     }
-
-
-def _named(tree: ast.AST) -> Iterator[str]:
-    """Every module that an import may mean: ``from a import b`` is of ``a.b`` if that is one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, "a relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    return {module: names & set(files) for module, names in named.items()}
 
 
 def folder_of(module: str) -> str:

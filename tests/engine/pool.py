@@ -138,6 +138,12 @@ def preempted(
     return outputs[-1]
 
 
+def counters(llm: Any) -> dict[str, int]:
+    """The counters of an engine with one worker."""
+    (found,) = llm.collective_rpc("kv_policy_counters")
+    return found
+
+
 def pool_usage(llm: Any) -> float:
     """Share of the page pool in use, from the engine's own metric."""
     (gauge,) = [m for m in llm.get_metrics() if m.name == "vllm:kv_cache_usage_perc"]

@@ -22,6 +22,7 @@ from tests.conftest import MODEL
 from tests.cpp_library import CALLS
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.oracle.dgc import sentences_of
+from tests.oracle.full_attention import LLAMA3
 from tests.oracle.model import OracleResult, load_model, stream
 from tests.oracle.quantised import Quantiser, Stored
 from tests.oracle.random_models import write_bloom, write_llama
@@ -226,18 +227,7 @@ RANDOM_MODELS: dict[str, Callable[[Path], Path]] = {
     "partial-rotary": lambda path: write_llama(
         path, partial_rotary_factor=0.5, tokenizer_from=MODEL
     ),
-    "llama3": lambda path: write_llama(
-        path,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        },
-        tokenizer_from=MODEL,
-    ),
+    "llama3": lambda path: write_llama(path, rope_parameters=LLAMA3, tokenizer_from=MODEL),
     "yarn": lambda path: write_llama(
         path,
         rope_parameters={

@@ -8,7 +8,14 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.pool import EnginePool, generated, pool_usage, preempted, prompt_logprobs
+from tests.engine.pool import (
+    EnginePool,
+    counters,
+    generated,
+    pool_usage,
+    preempted,
+    prompt_logprobs,
+)
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, run_oracle
 from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_units import kept_sets
@@ -67,11 +74,6 @@ def check(name: str, logprobs: Any, truth: OracleResult) -> None:
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
 
 
-def evicted_tokens(llm: Any) -> int:
-    (counters,) = llm.collective_rpc("kv_policy_counters")
-    return counters["evicted_tokens"]
-
-
 def test_requests_of_every_policy_in_one_batch(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
@@ -80,9 +82,9 @@ def test_requests_of_every_policy_in_one_batch(
     lengths = [length for length, _, _ in ASKED.values()]
     texts = [book_tokens[3000 * i :][: length + DECODED] for i, length in enumerate(lengths)]
     asked = [extra_args for _, extra_args, _ in ASKED.values()]
-    before = evicted_tokens(llm)
+    before = counters(llm)["evicted_tokens"]
     together = read(llm, texts, lengths, asked)
-    evicted = evicted_tokens(llm) - before
+    evicted = counters(llm)["evicted_tokens"] - before
     requests, seen = requests_of(llm.llm_engine.vllm_config), 0
     for i, (name, (length, extra_args, changes)) in enumerate(ASKED.items()):
         settings = {**POLICY, "head_policy": "homogeneous", **changes}
@@ -114,11 +116,11 @@ def test_a_preempted_request_keeps_its_prompt_only(
         ignore_eos=True,
         extra_args={"forced": text[length:]},
     )
-    before = evicted_tokens(llm)
+    before = counters(llm)["evicted_tokens"]
     again = preempted(llm, text[:length], params, at=(90,))
     np.testing.assert_allclose(generated(again)[1], whole[length - 1 :], atol=1e-4)
     # 50 of the prompt and 64 more are cached; evictions up to the 139th token are done twice.
-    assert evicted_tokens(llm) - before == (159 - 114) + (139 - 114)
+    assert counters(llm)["evicted_tokens"] - before == (159 - 114) + (139 - 114)
 
 
 @pytest.mark.parametrize("key", ["kv_keep_prompt", "kv_keep_promt"])
@@ -192,7 +194,7 @@ def test_kept_tokens_are_the_oracles(
         text = book_tokens[begin : begin + length + DECODED]
         if name == "dgc-cluster":  # keys of equal tokens are equally near (test_clusters)
             text = np.random.default_rng(length).permutation(4000)[: len(text)].tolist()
-        before = evicted_tokens(llm)
+        before = counters(llm)["evicted_tokens"]
         llm.collective_rpc("kv_policy_trace", args=(1,))
         (logprobs,) = read(llm, [text], [length], [{}])
         kept = kept_sets(llm)
@@ -206,4 +208,4 @@ def test_kept_tokens_are_the_oracles(
         for end, layers in kept.items():
             start = list(range(min(first, end)))
             assert all(own[: len(start)] == start for layer in layers for own in layer)
-        assert len(kept[steps][0][0]) < steps and evicted_tokens(llm) - before >= 40
+        assert len(kept[steps][0][0]) < steps and counters(llm)["evicted_tokens"] - before >= 40

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests.conftest import BOOK
-from tests.engine.pool import EnginePool, prompt_logprobs
+from tests.engine.pool import EnginePool, counters, prompt_logprobs
 from tests.engine.test_against_oracle import compare, oracle_model, run_engine, run_oracle
 from tests.oracle.model import OracleResult, stream
 from tests.oracle.policies import Score, Sim
@@ -50,17 +50,12 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **arguments: A
     return pool.get({**policy, "trace": True}, model, **arguments)
 
 
-def evicted(llm: Any) -> int:
-    (counters,) = llm.collective_rpc("kv_policy_counters")
-    return counters["evicted_tokens"]
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_fp32(name: str, engine_pool: EnginePool, real_model: Path, tokens: list[int]) -> None:
     llm = engine(engine_pool, POLICIES[name], real_model)
-    before = evicted(llm)
+    before = counters(llm)["evicted_tokens"]
     compare(llm, POLICIES[name], tokens[:600], real_model)
-    assert evicted(llm) - before == 600 - CACHED
+    assert counters(llm)["evicted_tokens"] - before == 600 - CACHED
 
 
 @pytest.mark.slow

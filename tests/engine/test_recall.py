@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.pool import EnginePool, generated, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, counters, generated, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
 from tests.engine.test_batching import ForceTokens, engine, forced
 from tests.engine.test_metrics import metrics
@@ -126,12 +126,12 @@ def run_case(
         logits_processors=[ForceTokens],
         env=env,
     )
-    (before,) = llm.collective_rpc("kv_policy_counters")
+    before = counters(llm)
     llm.collective_rpc("kv_policy_trace", args=(1,))
     text = book_tokens[100:][: total + 1]
     logprobs = read(llm, text, num_prompt)
     kept = kept_sets(llm)
-    (after,) = llm.collective_rpc("kv_policy_counters")
+    after = counters(llm)
 
     truth = run_oracle(settings, text[:total], prompt_len=num_prompt, chosen=kept)
     error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
@@ -172,11 +172,6 @@ def test_cases(
 
 SHARED = {"num_subcaches": 2, "prefill_stride": 64, "unit": 16, "recall": 3, "recall_store": 256}
 LENGTHS = [1, 17, 63, 65, 129, 300, 511, 900, 1300]
-
-
-def counters(llm: Any) -> dict[str, int]:
-    (found,) = llm.collective_rpc("kv_policy_counters")
-    return found
 
 
 def test_the_same_answer_in_any_company(engine_pool: EnginePool, book_tokens: list[int]) -> None:

@@ -16,7 +16,7 @@ from tests.cpp_library import CALLS
 from tests.engine import test_recurrent
 from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.delta_rule import delta_rule_in_fp32
-from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.pool import EnginePool, counters, pool_usage
 from tests.engine.stored_rows import StoredRows
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_batching import ForceTokens
@@ -33,7 +33,7 @@ from tests.engine.test_families import (
 from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_quantised import assert_all_rows_were_compared
-from tests.engine.test_recall import counters, read
+from tests.engine.test_recall import read
 from tests.engine.test_recurrent import IN_FP32, recurrent_models
 from tests.engine.test_triton_families import shallow
 from tests.engine.test_units import kept_sets, replay

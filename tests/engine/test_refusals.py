@@ -7,6 +7,7 @@ error after it would need weights to be read.
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -554,18 +555,16 @@ def test_refused_on_cuda(name: str) -> None:
     assert message in refusal.message
 
 
-@pytest.mark.parametrize("model_type", WITHOUT_CPU_KERNEL)
-def test_models_with_recurrent_layers_that_are_refused(model_type: str) -> None:
-    hf = SimpleNamespace(model_type=model_type)
-    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf))
-    policy = resolve({"name": "sink"})
-    assert refusal_of("untested recurrent layers on CUDA", "cuda").applies(config, policy)
-    assert refusal_of("recurrent layers without a kernel").applies(config, policy)
-
-
-def test_recurrent_layers_that_are_known_by_architecture() -> None:
-    """AliceAI's are Kimi's."""
-    hf = SimpleNamespace(model_type="alice", architectures=["AliceAIForCausalLM"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"model_type": model_type} for model_type in WITHOUT_CPU_KERNEL),
+        {"model_type": "alice", "architectures": ["AliceAIForCausalLM"]},  # Kimi's layers
+    ],
+    ids=lambda keys: keys["model_type"],
+)
+def test_models_with_recurrent_layers_that_are_refused(keys: dict[str, Any]) -> None:
+    hf = SimpleNamespace(**keys)
     config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf))
     policy = resolve({"name": "sink"})
     assert refusal_of("untested recurrent layers on CUDA", "cuda").applies(config, policy)
@@ -619,37 +618,32 @@ def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
         assert backend.supports_kv_cache_dtype(cache_dtype)
 
 
-def test_odd_head_sizes_run_without_recall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Only recall multiplies four channels at once, so its default gives way."""
-    monkeypatch.setattr(engine.logger, "propagate", True)
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "head_dim": 50}))
-    assert create(tmp_path).additional_config["kv_policy"]["recall"] == 0
-    assert "evicted tokens cannot be recalled" in caplog.text
-    assert "no multiple of 4" in caplog.text
-    policy = {"name": "sink", "budget": 128, "prefill_stride": 64, "recall": 8}
-    with pytest.raises(KVPolicyError, match="no multiple of 4; set --kv-recall 0"):
-        EngineArgs(
-            model=str(tmp_path),
-            skip_tokenizer_init=True,
-            additional_config={"kv_policy": policy},
-        ).create_engine_config()
+BLOCKS = [{"attention": {"n_heads_in_group": size, "no_op": False}} for size in (2, 4)]
+"""DeciLM's layers."""
 
 
-def test_layers_of_several_shapes_run_without_recall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"head_dim": 50}, "no multiple of 4"),  # four channels are multiplied at once
+        ({"num_hidden_layers": 2, "block_configs": BLOCKS}, "numbers of KV heads (DeciLM)"),
+    ],
+    ids=["odd head sizes", "layers of several shapes"],
+)
+def test_models_that_run_without_recall(
+    changed: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """DeciLM's; recall that is asked for is an error."""
+    """Recall's default gives way; recall that is asked for is an error."""
     monkeypatch.setattr(engine.logger, "propagate", True)
-    blocks = [{"attention": {"n_heads_in_group": size, "no_op": False}} for size in (2, 4)]
-    config = {**LLAMA, "num_hidden_layers": 2, "block_configs": blocks}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changed}))
     assert create(tmp_path).additional_config["kv_policy"]["recall"] == 0
-    assert "evicted tokens cannot be recalled" in caplog.text
-    assert "different numbers of KV heads" in caplog.text
+    assert "evicted tokens cannot be recalled" in caplog.text and reason in caplog.text
     policy = {"name": "sink", "budget": 128, "prefill_stride": 64, "recall": 8}
-    with pytest.raises(KVPolicyError, match=r"numbers of KV heads \(DeciLM\); set --kv-recall 0"):
+    with pytest.raises(KVPolicyError, match=re.escape(f"{reason}; set --kv-recall 0")):
         EngineArgs(
             model=str(tmp_path),
             skip_tokenizer_init=True,

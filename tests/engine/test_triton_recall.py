@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.pool import EnginePool, generated, pool_usage, prompt_logprobs
+from tests.engine.pool import EnginePool, counters, generated, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_prefix_caching import Turn, ask
@@ -107,11 +107,6 @@ def check(llm: Any, settings: dict[str, Any], text: list[int], prompt: int, mode
     choices, near = truth.recalls
     assert choices > 10 and near <= 0.05 * choices
     assert pool_usage(llm) == 0.0
-
-
-def counters(llm: Any) -> dict[str, int]:
-    (found,) = llm.collective_rpc("kv_policy_counters")
-    return found
 
 
 def stores_of(llm: Any) -> Any:

@@ -47,12 +47,17 @@ SCORED = {"column_sums", "merge_scored", "update"}
 IN_UNITS = KERNELS - {"attend"} | {"attend_units"}
 
 
-def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
+def printed(code: str, *arguments: str | int) -> list[str]:
+    """The lines that a process without the interpreter prints."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, shapes, *map(str, capabilities)]
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
+    return json.loads(printed(COMPILE, shapes, *capabilities)[-1])
 
 
 SPILLED = {

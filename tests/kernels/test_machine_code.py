@@ -2,14 +2,10 @@
 """What decode attention may cost at most, counted from its machine code; no GPU runs it."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.kernels.aot import Resources
 from tests.kernels.machine_code import (
     INSTRUCTION,
@@ -18,6 +14,7 @@ from tests.kernels.machine_code import (
     bytes_asked,
     inner_loop,
 )
+from tests.kernels.test_compiled import printed
 
 COUNT = """
 import json, sys
@@ -98,11 +95,7 @@ def test_the_roof_is_the_lowest_of_three() -> None:
 
 
 def counted(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COUNT, shapes, *map(str, capabilities)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed(COUNT, shapes, *capabilities)[-1])
 
 
 def check(
@@ -162,11 +155,7 @@ print(aot.run_tool("nvdisasm", "-c", aot.binary_of(launch, 90).asm["cubin"]))
 def test_the_last_part_sees_what_all_have_left() -> None:
     """All of a program's threads have written before one of them counts, for the whole device; and
     who then reads finds nothing older in the cache of its own multiprocessor."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", LIST]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    codes = [found[1] for line in done.stdout.splitlines() if (found := INSTRUCTION.match(line))]
+    codes = [found[1] for line in printed(LIST) if (found := INSTRUCTION.match(line))]
     (count,) = [i for i, code in enumerate(codes) if code.startswith("ATOM")]
     kinds = ("BAR.", "MEMBAR", "ATOMG", "CCTL", "STG", "LDG")
     before = [code for code in codes[:count] if code.startswith(kinds)]
@@ -199,12 +188,8 @@ def test_a_stride_chooses_alike_in_both_kernels() -> None:
 
     They are compiled apart, so one could contract a sum that the other does not.
     """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     shapes = "[RECALL_SHAPES[0], replace(RECALL_SHAPES[1], reduction='max'), RECALL_SHAPES[10]]"
-    command = [sys.executable, "-c", CHOOSE, shapes, "80", "86", "90", "120"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    pairs = json.loads(done.stdout.splitlines()[-1])
+    pairs = json.loads(printed(CHOOSE, shapes, 80, 86, 90, 120)[-1])
     assert len(pairs) == 12 and all(len(keeps) >= 4 for keeps, _ in pairs)
     for keeps, inserts in pairs:
         assert keeps == inserts

@@ -64,12 +64,7 @@ def kept(sim: Sim, strides: list[int], scores: Scores = zeros) -> list[list[int]
 
 def counts(sim: Sim, strides: list[int], scores: Scores = zeros) -> list[int]:
     """Tokens cached at the end of each stride."""
-    result, t = [], 0
-    for i, length in enumerate(strides):
-        insert(sim, t, length, scores(i))
-        result.append(len(sim.tokens()))
-        t += length
-    return result
+    return [len(tokens) for tokens in kept(sim, strides, scores)]
 
 
 def drops(lengths: list[int], strides: list[int]) -> list[tuple[int, int]]:
