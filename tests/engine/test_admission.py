@@ -263,6 +263,7 @@ def check(policy: Policy | None, **extra_args: Any) -> str:
     [
         *UNMET,
         (CASCADE, {"kv_bugdet": 5}, "unknown argument 'kv_bugdet'.*did you mean 'kv_budget'"),
+        (CASCADE, {"kv_keep_promt": 9}, "'kv_keep_promt'.*did you mean 'kv_keep_prompt'"),
         (CASCADE, {"KV_BUDGET": 5}, "unknown argument 'KV_BUDGET'.*did you mean 'kv_budget'"),
         (CASCADE, {"kv-policy": "sink"}, "'kv-policy'.*did you mean 'kv_policy'"),
         (CASCADE, {" kv_budget": 5}, "' kv_budget'.*did you mean 'kv_budget'"),

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import (
     EnginePool,
@@ -121,14 +120,6 @@ def test_a_preempted_request_keeps_its_prompt_only(
     np.testing.assert_allclose(generated(again)[1], whole[length - 1 :], atol=1e-4)
     # 50 of the prompt and 64 more are cached; evictions up to the 139th token are done twice.
     assert counters(llm)["evicted_tokens"] - before == (159 - 114) + (139 - 114)
-
-
-@pytest.mark.parametrize("key", ["kv_keep_prompt", "kv_keep_promt"])
-def test_the_front_end_refuses(key: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
-    message = "at most 96" if key == "kv_keep_prompt" else "did you mean 'kv_keep_prompt'"
-    params = SamplingParams(max_tokens=2, extra_args={key: 97})
-    with pytest.raises(VLLMValidationError, match=message):
-        engine(engine_pool).generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
 
 
 CASES: dict[str, dict[str, Any]] = {

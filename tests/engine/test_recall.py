@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import EnginePool, counters, generated, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
@@ -310,20 +309,3 @@ def test_requests_of_their_own(engine_pool: EnginePool, book_tokens: list[int]) 
         print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
         assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
     assert pool_usage(llm) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "message"),
-    [
-        ({"kv_recall": 4}, "kv_recall 4 is more than .* --kv-recall 3; set it to at most 3"),
-        ({"kv_recall": -1}, "kv_recall = -1: Input should be greater than or equal to 0"),
-        ({"kv_recall": True}, "kv_recall = True: Input should be a valid integer"),
-    ],
-)
-def test_more_than_the_servers_is_refused(
-    extra_args: dict[str, Any], message: str, engine_pool: EnginePool
-) -> None:
-    llm = engine(engine_pool, **SHARED)
-    params = SamplingParams(max_tokens=2, extra_args=extra_args)
-    with pytest.raises(VLLMValidationError, match=message):
-        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.cpp_library import CALLS
@@ -217,20 +216,3 @@ def test_requests_of_their_own_in_one_batch(
         evicted += steps - len(truth.kept[steps][0][0])
     assert after["evicted_tokens"] - before["evicted_tokens"] == evicted
     assert pool_usage(llm) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "message"),
-    [
-        ({"kv_budget": 72}, r"kv_budget 72 is not a whole number of units of 16 .* 64 or"),
-        ({"kv_budget": 16}, "does not fit .* set it to 32"),
-    ],
-)
-def test_a_budget_that_is_no_whole_number_of_units_is_refused(
-    extra_args: dict[str, Any], message: str, engine_pool: EnginePool, book_tokens: list[int]
-) -> None:
-    llm = engine(engine_pool, **UNIT_16)
-    params = SamplingParams(max_tokens=2, extra_args=extra_args)
-    with pytest.raises(VLLMValidationError, match=message):
-        llm.generate([{"prompt_token_ids": book_tokens[:20]}], params, use_tqdm=False)
-    assert not llm.llm_engine.has_unfinished_requests()

@@ -151,6 +151,8 @@ UNMET: list[tuple[Policy, dict[str, Any], str]] = [
     (CASCADE, {"kv_budget": True}, "kv_budget = True: Input should be a valid integer"),
     (CASCADE, {"kv_budget": 512.0}, "kv_budget = 512.0: Input should be a valid integer"),
     (CASCADE, {"kv_budget": 500}, "kv_budget 500 .*multiple of .* = 32; set it to 480 or 512"),
+    (CASCADE, {"kv_recall": -1}, "kv_recall = -1: Input should be greater than or equal to 0"),
+    (CASCADE, {"kv_recall": True}, "kv_recall = True: Input should be a valid integer"),
     (CASCADE, {"kv_policy": 3}, "kv_policy = 3: it must be the name of a policy"),
     (CASCADE, {"kv_policy": "casc"}, "unknown policy 'casc'.*did you mean 'cascade'"),
     (CASCADE, {"kv_policy": "full"}, "full cannot be chosen for one request.*choose from"),
