@@ -3,10 +3,9 @@
 
 import torch
 
-from tests.policies.literal import insert
+from tests.policies.literal import Numbers, insert
 from vllm_cascade.kernels.columns import CACHED, OLD_SLOTS, STEP_COLUMNS
 from vllm_cascade.kernels.triton.schedule import TABLE_COLUMNS
-from vllm_cascade.policies.rules import Rule
 
 
 def rotate_reference(
@@ -186,7 +185,7 @@ def survivors_reference(
         rules: lo, hi, evicts and cell of each.
         compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
     """
-    own = [Rule(*numbers) for numbers in rules if numbers[2]]
+    own = [Numbers(*numbers) for numbers in rules if numbers[2]]
     return [insert(range(cached), [own], row, newest_stays) for row in compared.tolist()]
 
 

@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of tokens as Python lists: what rules mean, by the words of ``Rule``'s docstring."""
+"""Lines of tokens as Python lists: what rules mean, by the words of ``Rule``'s docstring.
+
+Importing it imports nothing of ours, since kernels are checked where only they are.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_cascade.policies.rules import Rule
-from vllm_cascade.policies.schedule import Schedule
+if TYPE_CHECKING:
+    from vllm_cascade.policies.rules import Rule
+    from vllm_cascade.policies.schedule import Schedule
 
 Values = Mapping[int, float] | Sequence[float]
 """What is compared, by token."""
 
 
-def apply(rule: Rule, line: list[int], values: Values, newest_stays: bool) -> list[int]:
+class Numbers(NamedTuple):
+    """The numbers of a ``Rule``."""
+
+    lo: int
+    hi: int
+    evicts: int
+    cell: int
+
+
+def apply(rule: Rule | Numbers, line: list[int], values: Values, newest_stays: bool) -> list[int]:
     """The line without what a rule deletes."""
     middle = line[rule.lo : rule.hi]
     assert len(middle) == rule.hi - rule.lo, "a range beyond the line's end"
@@ -33,7 +49,10 @@ def winner(cell: list[int], values: Values, newest_stays: bool) -> int:
 
 
 def insert(
-    line: Sequence[int], tokens: Sequence[Sequence[Rule]], values: Values, newest_stays: bool
+    line: Sequence[int],
+    tokens: Sequence[Sequence[Rule | Numbers]],
+    values: Values,
+    newest_stays: bool,
 ) -> list[int]:
     """What is left of a line of tokens ``0 .. n - 1`` after one more for each list of rules."""
     new = len(line)
@@ -47,6 +66,8 @@ def insert(
 
 def rules_of(schedule: Schedule, t: int) -> list[Rule]:
     """What inserting token ``t`` deletes, from the tables that every device reads."""
+    from vllm_cascade.policies.rules import Rule
+
     past = (t - schedule.transient) % schedule.period
     row = t if t < schedule.transient else schedule.transient + past
     begin, end = schedule.first[row : row + 2].tolist()
