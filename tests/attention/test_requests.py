@@ -224,9 +224,7 @@ def test_rows_of_the_first_runner() -> None:
     tokens = np.random.default_rng(2).integers(0, 12, (2, 16))
     runner = SimpleNamespace(
         requests=dict.fromkeys("ab"),
-        input_batch=SimpleNamespace(
-            req_ids=["b", "a"], num_reqs=2, max_num_reqs=4, token_ids_cpu=tokens
-        ),
+        input_batch=SimpleNamespace(req_ids=["b", "a"], num_reqs=2, token_ids_cpu=tokens),
     )
     batch = RunnerV1Requests(runner, SCHEDULE, judge())
     batch.note(output(new("a", [1], 1), new("b", [1], 1, kv_budget=8)))
@@ -262,13 +260,21 @@ def test_a_prompt_that_grows_keeps_its_first_part(kind: type[RunnerRequests]) ->
     assert not batch._schedules
 
 
-def test_streams_that_ended_are_forgotten() -> None:
-    runner = Runner()
-    batch = RunnerV2Requests(runner, SCHEDULE, judge())
-    for number in range(100):
-        name = f"request {number}"
-        batch.note(output(new(name, [1, 2, 3], 3), finished=(f"request {number - 1}",)))
-        runner.add(new(name, [1, 2, 3], 3))
-        batch.token_scores(runner.rows([name], [0], [3]), 0, 0, 3, LAG)
-        runner.req_states.remove_request(name)
-    assert len(batch._importance) <= 67
+@pytest.mark.parametrize("kind", [RunnerV1Requests, RunnerV2Requests])
+@pytest.mark.parametrize("ends", ["finished", "preempted"])
+def test_streams_that_ended_are_forgotten(ends: str, kind: type[RunnerRequests]) -> None:
+    """A long one takes megabytes. A preempted request may wait for long, and is read again."""
+    runner, tokens = Runner(), np.asarray([[1, 2, 3]])
+    runner.input_batch = SimpleNamespace(req_ids=["a"], num_reqs=1, token_ids_cpu=tokens)
+    batch = kind(runner, SCHEDULE, judge())
+    batch.note(output(new("a", [1, 2, 3], 3)))
+    runner.add(new("a", [1, 2, 3], 3))
+    batch.token_scores(runner.rows(["a"], [0], [3]), 0, 0, 3, LAG)
+    assert len(batch._importance) == 1
+    batch.note(output())
+    assert len(batch._importance) == 1
+    step = output(finished=("a",) if ends == "finished" else ())
+    if ends == "preempted":
+        step.preempted_req_ids = {"a"}
+    batch.note(step)
+    assert len(batch._importance) == 0

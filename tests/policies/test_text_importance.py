@@ -52,7 +52,7 @@ def test_equals_the_literal_rule(
     got: list[float] = []
     for begin, end in pairwise(cuts):
         if data.draw(st.booleans()):
-            judge.forget(set())
+            judge.forget("request")
         got += judge.advance("request", np.asarray(tokens), begin, end, lag).tolist()
     assert got[:lag] == [0.0] * len(got[:lag])
     assert got[lag:] == pytest.approx(expected[: max(len(tokens) - lag, 0)], rel=1e-6, abs=1e-9)
@@ -69,7 +69,8 @@ def test_requests_are_judged_apart_and_forgotten() -> None:
     for got, expected in zip(parts, alone, strict=True):
         assert got[1:] == pytest.approx(expected[:-1])
     assert len(judge) == 2
-    judge.forget({"1", "unknown"})
+    judge.forget("1")
+    judge.forget("unknown")
     assert len(judge) == 1
 
 

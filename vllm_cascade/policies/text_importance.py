@@ -173,9 +173,9 @@ class TokenImportance:
         judged = self._read(stream, tokens[begin:end].tolist(), lag)
         return np.asarray(judged, dtype=np.float32)
 
-    def forget(self, alive: set[str]) -> None:
-        """Drop all streams except those of the request ids in ``alive``."""
-        self._streams = {key: self._streams[key] for key in alive & self._streams.keys()}
+    def forget(self, request_id: str) -> None:
+        """Drop a stream, if there is one. Its tokens are read again should it go on."""
+        self._streams.pop(request_id, None)
 
     def _read(self, stream: _Stream, tokens: list[int], lag: int) -> list[float]:
         judged = []

@@ -79,6 +79,9 @@ class RunnerRequests(Requests):
     def note(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
             self._schedules.pop(name, None)
+        if self._importance is not None:
+            for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+                self._importance.forget(name)
         for new in output.scheduled_new_reqs:
             if new.req_id not in self._schedules:
                 params = new.sampling_params
@@ -130,8 +133,6 @@ class RunnerV1Requests(RunnerRequests):
         batch = self._runner.input_batch
         if row >= batch.num_reqs:
             return super().token_scores(common, row, begin, end, lag)
-        if len(self._importance) > 2 * batch.max_num_reqs:
-            self._importance.forget(set(self._runner.requests))
         name, tokens = batch.req_ids[row], batch.token_ids_cpu[row]
         return self._importance.advance(name, tokens, begin, end, lag)
 
@@ -198,8 +199,6 @@ class RunnerV2Requests(RunnerRequests):
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             self._requests[name].blocks += blocks[0] if blocks else []
-        if self._importance is not None and len(self._importance) > 2 * len(self._requests) + 64:
-            self._importance.forget(set(self._requests))
         self._sampled = None
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
