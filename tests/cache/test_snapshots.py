@@ -204,6 +204,19 @@ class Machine(RuleBasedStateMachine):
             (state,) = states
             assert state is not None and len(state[1]) == snapshot.num_tokens
 
+    @invariant()
+    def lookups_are_current(self) -> None:
+        """What was remembered of a waiting request is what a search finds now."""
+        if not hasattr(self, "scheduler"):
+            return
+        for waiting in self.scheduler.waiting:
+            asked = waiting.sampling_params.extra_args
+            schedule = self.scheduler._requests.schedule(asked, waiting.num_prompt_tokens)
+            where = schedule, waiting.block_hashes, waiting.num_prompt_tokens - 1
+            found = self.store.find(*where)
+            known = found.num_tokens if found else 0
+            assert self.store.lookup(*where) == (found, self.store.junction(*where, known))
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -299,6 +312,29 @@ def test_a_shared_beginning_is_found_by_the_second_and_used_by_the_third() -> No
     prompts = [[*system, *[1000 + i] * 150] for i in range(4)]
     started = serve(worker(), *(request(f"r{i}", p) for i, p in enumerate(prompts)))
     assert started == {"r0": 0, "r1": 0, "r2": 96, "r3": 96}
+
+
+def test_a_prompt_that_waits_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks in every step; a prompt of a million tokens has thousands of prefixes."""
+    w, searched = worker(num_pages=9), []
+    monkeypatch.setattr(
+        SnapshotStore, "junction", lambda self, _, hashes, *rest: searched.append(len(hashes)) or 0
+    )
+    w.scheduler.add_request(request("a", list(range(100)), 40))
+    for _ in range(8):  # the prompt, with its snapshots, and some tokens
+        output = w.scheduler.schedule()
+        w.scheduler.update_from_output(output, w.run(output))
+    searched.clear()
+    w.scheduler.add_request(request("b", list(range(500, 820)), 4))
+    for _ in range(10):
+        output = w.scheduler.schedule()
+        w.scheduler.update_from_output(output, w.run(output))
+    assert w.scheduler.waiting and searched == [20]
+    monkeypatch.setattr(vllm_cascade.cache.snapshots, "MAX_FOUND", 3)
+    store, hashes = w.scheduler._snapshots, w.scheduler.requests["b"].block_hashes
+    for longest in range(64, 74):
+        store.lookup(w.scheduler._manager.kv_cache_spec.engine_schedule, hashes, longest)
+    assert len(store._found) <= 3
 
 
 def test_only_the_latest_prefixes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

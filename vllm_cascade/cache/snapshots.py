@@ -12,7 +12,7 @@ A request that hits a snapshot copies it into its own pages before its first ste
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from vllm_cascade.policies.schedule import Schedule
 
 MAX_SEEN = 1 << 14
 """Most prefix hashes remembered to find where prompts diverge."""
+MAX_FOUND = 64
+"""Most results of ``lookup`` that are remembered."""
 
 Key = tuple[int, BlockHash]
 """The id of a state (``Schedule.history``) and the hash of a prefix."""
@@ -84,6 +86,7 @@ class SnapshotStore:
         self._pinned: list[KVCacheBlock] = []
         self._copies: list[KVCacheBlockCopy] = []
         self._dropped: list[int] = []
+        self._found: dict[Hashable, tuple[Snapshot | None, int]] = {}
 
     @property
     def interval(self) -> int:
@@ -107,6 +110,25 @@ class SnapshotStore:
         most = min(max_tokens, len(hashes) * self.hash_block_size)
         for num_tokens in range(most // self.interval * self.interval, 0, -self.interval):
             yield num_tokens, self._key(schedule, hashes, num_tokens)
+
+    def lookup(
+        self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
+    ) -> tuple[Snapshot | None, int]:
+        """``find`` and, beyond that snapshot, ``junction``.
+
+        vLLM asks again in every step while a request waits for pages. A prompt of a million tokens
+        has thousands of prefixes, so results are remembered until one could change.
+        """
+        if not hashes:
+            return None, 0
+        key = schedule.number, max_tokens, len(hashes), hashes[-1]
+        if key not in self._found:
+            snapshot = self.find(schedule, hashes, max_tokens)
+            known = snapshot.num_tokens if snapshot else 0
+            if len(self._found) >= MAX_FOUND:
+                self._found.clear()
+            self._found[key] = snapshot, self.junction(schedule, hashes, max_tokens, known)
+        return self._found[key]
 
     def has(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> bool:
         return self._key(schedule, hashes, num_tokens) in self._by_key
@@ -142,6 +164,7 @@ class SnapshotStore:
 
     def remember(self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int) -> None:
         """Remember the prefixes of an admitted prompt for ``junction``."""
+        self._found.clear()
         for _, key in self._prefixes(schedule, hashes, max_tokens):
             self._seen[hash(key)] = None
             self._seen.move_to_end(hash(key))
@@ -176,6 +199,7 @@ class SnapshotStore:
             return
         blocks = tuple(self.pool.get_new_blocks(len(pages)))
         snapshot = Snapshot(key, num_tokens, blocks, log)
+        self._found.clear()
         self._by_key[key] = snapshot
         self._by_block.update((block.block_id, snapshot) for block in blocks)
         self._copy(pages, blocks)
@@ -250,6 +274,7 @@ class SnapshotStore:
         self._by_key.clear()
         self._by_block.clear()
         self._seen.clear()
+        self._found.clear()
 
     def _copy(self, source: Iterable[KVCacheBlock], target: Iterable[KVCacheBlock]) -> None:
         self._copies += [
@@ -258,6 +283,7 @@ class SnapshotStore:
         ]
 
     def _forget(self, snapshot: Snapshot) -> None:
+        self._found.clear()
         del self._by_key[snapshot.key]
         self._dropped.append(snapshot.blocks[0].block_id)
         for block in snapshot.blocks:

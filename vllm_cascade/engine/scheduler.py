@@ -342,9 +342,8 @@ class _StrideAligned(_Base):
         if max_cache_hit_length is not None:
             longest = min(longest, max_cache_hit_length)
         schedule, hashes = self._schedule_of(request), request.block_hashes
-        snapshot = store.find(schedule, hashes, longest)
+        snapshot, junction = store.lookup(schedule, hashes, longest)
         hit, blocks = (snapshot.num_tokens, snapshot.blocks) if snapshot else (0, ())
-        junction = store.junction(schedule, hashes, longest, hit)
         groups: list[list[KVCacheBlock]] = [[] for _ in range(1 + len(self._states))]
         groups[self._manager.kv_cache_group_id] = list(blocks)  # the manager splits them
         return manager.create_kv_cache_blocks(tuple(groups)), hit, junction, False
@@ -367,7 +366,7 @@ class _StrideAligned(_Base):
         known, store = 0, self._snapshots
         if store is not None and self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             schedule, hashes = self._schedule_of(request), request.block_hashes
-            snapshot = store.find(schedule, hashes, self._longest_hit(request))
+            snapshot, _ = store.lookup(schedule, hashes, self._longest_hit(request))
             known = snapshot.num_tokens if snapshot else 0
         return self.sessions.may_start(request, known)
 
