@@ -35,7 +35,7 @@ from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda.mail import SPARE, DeviceTables
+from vllm_cascade.attention.cuda.mail import DeviceTables
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
@@ -44,6 +44,7 @@ from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.step.plan import SPARE
 from vllm_cascade.step.requests import RunnerV2Requests
 
 pytestmark = pytest.mark.usefixtures("triton")

@@ -21,7 +21,7 @@ from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.strides import cut_strides
-from vllm_cascade.step.plan import RuleBook, describe
+from vllm_cascade.step.plan import SPARE, RuleBook, describe
 from vllm_cascade.step.rows import RequestTokens
 
 SHARED = {"num_sinks": 4, "prefill_stride": 16}
@@ -115,7 +115,7 @@ def test_no_tokens_no_waves() -> None:
 
 def test_rules_of_schedules_that_are_no_longer_in_use_are_forgotten() -> None:
     """Between steps only: rows of the same step already point into the table."""
-    book = RuleBook()
+    book = RuleBook(max_requests=2)
     combs = SCHEDULES[3]
     other = compiled(resolve({"name": "beehive", "budget": 44, **SHARED}))
     assert book.begin(combs) == 0 == book.begin(combs)
@@ -127,6 +127,28 @@ def test_rules_of_schedules_that_are_no_longer_in_use_are_forgotten() -> None:
     assert book.begin(other) == 0 and len(book.rules) == len(other.further)
     book.prune()
     assert book.begin(other) == 0 and len(book.rules) == len(other.further), "within the bound"
+
+
+def test_schedules_with_one_rule_a_token_are_not_kept() -> None:
+    """No row points to further rules of theirs, however many budgets clients choose."""
+    book = RuleBook(max_requests=2)
+    plain = [schedule for schedule in SCHEDULES if not len(schedule.further)]
+    assert {book.begin(schedule) for schedule in plain} == {0}
+    assert not book._begins and not len(book.rules)
+
+
+def test_only_so_many_schedules_are_kept() -> None:
+    """A new policy in every step, beside one that goes on; rows of each step stay right."""
+    book, lasting = RuleBook(max_requests=2), SCHEDULES[3]
+    for budget in range(1, 2 * SPARE):
+        new = compiled(resolve({"name": "beehive", "budget": 8 * budget, **SHARED}))
+        book.prune()
+        begins = [book.begin(schedule) for schedule in (lasting, new)]
+        for begin, schedule in zip(begins, (lasting, new), strict=True):
+            rules = book.rules[begin : begin + len(schedule.further)]
+            assert np.array_equal(rules, schedule.further), budget
+        assert len(book._begins) <= 2 + SPARE + 2
+    assert budget > 2 + SPARE + 2
 
 
 def test_a_step_prunes_its_rules_first(monkeypatch: pytest.MonkeyPatch) -> None:

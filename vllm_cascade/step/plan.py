@@ -33,6 +33,9 @@ from vllm_cascade.policies.strides import cut_strides
 from vllm_cascade.step.positions import position_strides
 from vllm_cascade.step.rows import RequestTokens, Step, StrideRows
 
+SPARE = 64
+"""Schedules whose tables are kept beyond the most that one batch can use."""
+
 
 @dataclass(frozen=True)
 class _Cut:
@@ -161,9 +164,11 @@ class RuleBook:
     """One table with the further rules of all schedules in use.
 
     Attributes:
+        max_requests: most schedules that one batch can use.
         rules: int32 ``[n, 4]``, one rule a row.
     """
 
+    max_requests: int
     rules: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int32))
     _begins: dict[Schedule, int] = field(default_factory=dict)
 
@@ -171,15 +176,18 @@ class RuleBook:
     """Number of rules beyond which ``prune`` empties the table."""
 
     def prune(self) -> None:
-        """Forget all schedules if the table is too long.
+        """Forget all schedules if there are too many, or their rules are.
 
-        Call it between steps only: the rows of a step point into the table.
+        Clients choose how many there are. Call it between steps only: the rows of a step point into
+        the table, and the next step adds the schedules that it uses again.
         """
-        if len(self.rules) > self.MOST:
+        if len(self.rules) > self.MOST or len(self._begins) > self.max_requests + SPARE:
             self.rules, self._begins = self.rules[:0], {}
 
     def begin(self, schedule: Schedule) -> int:
-        """First row of a schedule's rules; adds a new schedule to the table."""
+        """First row of a schedule's rules; adds a new schedule that has any to the table."""
+        if not len(schedule.further):
+            return 0  # no row points into the table
         begin = self._begins.get(schedule)
         if begin is None:
             begin = self._begins[schedule] = len(self.rules)

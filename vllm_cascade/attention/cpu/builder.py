@@ -60,7 +60,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
     stores: Stores | None = None
 
     def make_tables(self, limits: SchedulerConfig) -> None:
-        self._rules = RuleBook()
+        self._rules = RuleBook(limits.max_num_seqs)
 
     def rules_at(self, schedule: Schedule) -> int:
         return self._rules.begin(schedule)

@@ -16,6 +16,7 @@ from vllm_cascade.kernels.columns import (
 from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.step.plan import SPARE
 
 ALIGNED = 4
 """Rows with block tables that are added together begin at a multiple of this, so that their tables
@@ -119,9 +120,6 @@ def _numbers(plan: Plan) -> np.ndarray:
     begins = np.concatenate([[0], real.sum(1).cumsum()]) + len(groups) + 1
     return np.concatenate([begins, groups[real]]).astype(np.int32)
 
-
-SPARE = 64
-"""Schedules kept on the device beyond the most that one batch can use."""
 
 MORE_IN_TABLE = 4
 """Column of ``Schedule.leading`` that points to further rules."""
