@@ -25,14 +25,18 @@ from tests.attention.test_cuda import AtOnce
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_rings import rings_of
 from tests.attention.test_windows import WindowLayer, random_streams
+from tests.policies.test_per_request import OTHERS
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda.warm_up import warm_up
+from vllm_cascade.attention.cuda.warm_up import _schedules, warm_up
 from vllm_cascade.cache.states import StateSpec
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.models.rotary import Rotary
+from vllm_cascade.policies import registry
 from vllm_cascade.policies.per_request import PerRequest
-from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 STRIDE = 256
@@ -184,6 +188,17 @@ def test_nothing_is_compiled_after_the_warm_up(
     name: str, pages: int, variants: set[Variant]
 ) -> None:
     everything_is_warm(Served(POLICIES[name], pages=pages), variants)
+
+
+@pytest.mark.parametrize("cls", [cls for cls, _ in OTHERS], ids=lambda cls: cls.__name__)
+def test_installed_policies_do_not_stop_the_warm_up(
+    cls: type[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for every policy, also one whose defaults the engine cannot have."""
+    engine = compiled(resolve(POLICIES["cascade"]))
+    before = _schedules(engine)
+    monkeypatch.setitem(registry.POLICIES, "other", cls)
+    assert _schedules(engine) == before
 
 
 @pytest.mark.parametrize("name", ["cascade", "sink", "units"])

@@ -7,7 +7,7 @@ How the front-end refuses: ``tests/engine/test_admission.py``; pages and snapsho
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from vllm_cascade.policies import per_request as module
 from vllm_cascade.policies import remembered, schedule
+from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.sink import Sink
 
 CASCADE = resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64, "num_sinks": 8})
 SINK = resolve({"name": "sink", "budget": 1000, "prefill_stride": 64})
@@ -179,6 +181,76 @@ def test_what_cannot_be_honoured_is_an_error(
 ) -> None:
     with pytest.raises(KVPolicyError, match=message):
         own(policy, **asked)
+
+
+class OneByOne(Sink):
+    """Policies of other packages, which may have defaults of their own: a prefill stride."""
+
+    name: ClassVar[str] = "other"
+    prefill_stride: int = 1
+
+
+class Max(Sink):
+    name: ClassVar[str] = "other"
+    head_reduction: Literal["mean", "max", "median"] = "max"
+
+
+class Heads(Sink):
+    name: ClassVar[str] = "other"
+    head_policy: Literal["homogeneous", "per_kv_head"] = "per_kv_head"
+
+
+class Units(Sink):
+    name: ClassVar[str] = "other"
+    unit: int = 8
+    num_sinks: int = 8
+
+
+class Aged(H2O):
+    name: ClassVar[str] = "other"
+    normalise: bool = True
+
+
+class Needy(Sink):
+    name: ClassVar[str] = "other"
+    size: int
+
+
+class Kept(Sink):
+    name: ClassVar[str] = "other"
+    keep_prompt: int = 24
+
+
+START = "; choose from window, sink, .*, or start the server with --kv-policy other"
+OTHERS: list[tuple[type[Policy], str]] = [
+    (OneByOne, "needs prefill_stride 1, and this server has prefill_stride 64" + START),
+    (Max, "needs head_reduction max, and this server has head_reduction mean" + START),
+    (Units, "needs unit 8, and this server has unit 1" + START),
+    (Aged, "needs token indices in the pages, and this server's cascade stores none" + START),
+    (Needy, "needs settings that no request can give .*size = .*: Field required.*" + START),
+    (Kept, "keep_prompt 24 is more than the server's --kv-keep-prompt 0; set it to at most 0"),
+]
+
+
+@pytest.mark.parametrize(("cls", "message"), OTHERS, ids=lambda one: getattr(one, "__name__", ""))
+def test_defaults_of_other_packages_that_the_engine_lacks(
+    cls: type[Policy], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused, and such a package changes nothing for requests that do not ask for it."""
+    monkeypatch.setitem(POLICIES, "other", cls)
+    with pytest.raises(KVPolicyError, match=message):
+        own(CASCADE, kv_policy="other")
+    assert own(CASCADE, kv_policy="sink").name == "sink"
+
+
+def test_defaults_of_other_packages_that_the_engine_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "other", OneByOne)
+    engine = CASCADE.model_copy(update={"prefill_stride": 1})
+    assert own(engine, kv_policy="other", kv_budget=16).prefill_stride == 1
+    monkeypatch.setitem(POLICIES, "other", Kept)
+    assert own(CASCADE, kv_policy="other", kv_keep_prompt=0).keep_prompt == 0
+    monkeypatch.setitem(POLICIES, "other", Heads)
+    assert own(CASCADE, kv_policy="other").head_policy == "homogeneous", "the pages' own"
 
 
 def test_settings_that_bind_a_budget_are_named() -> None:

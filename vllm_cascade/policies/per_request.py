@@ -25,6 +25,9 @@ from vllm_cascade.policies.settings import (
     explaining,
 )
 
+FIXED = ("head_policy", "head_reduction", "prefill_stride", "unit")
+"""Settings that pages, kernels and strides are made for, so no request can change them."""
+
 
 class PerRequest:
     """Caches schedules by the values that a request may set."""
@@ -85,10 +88,7 @@ def derive(policy: Policy, given: Given) -> Policy:
 
 def _derived(policy: Policy, given: Given, asked: Mapping[str, Any]) -> Policy:
     cls = _allowed_class(policy, asked.get("name", policy.name))
-    for key in asked.keys() - {"name"}:
-        if asked[key] > (most := getattr(policy, key)):
-            reason = f"is more than the server's {FLAGS.name(f'kv_{key}')} {most}"
-            raise Misfit(key, asked[key], reason, {key: most}, bound="at most ")
+    _check_bounds({key: asked[key] for key in asked.keys() - {"name"}}, policy)
     settings = {**_inherited(policy, cls), **asked, "name": cls.name}
     # Without a budget: how large may one be?
     least = cls.model_construct(**{**settings, "budget": 0, "recall": policy.recall})
@@ -100,6 +100,7 @@ def _derived(policy: Policy, given: Given, asked: Mapping[str, Any]) -> Policy:
             reason = f"has no budget that fits the server's {policy.name}"
             raise Misfit("name", cls.name, reason, {"name": policy.name})
     own = validated(settings, given)
+    _check_bounds({key: getattr(own, key) for key in cls.own_arguments}, policy)
     if own.capacity > policy.capacity:
         raise Misfit(
             "budget",
@@ -109,17 +110,26 @@ def _derived(policy: Policy, given: Given, asked: Mapping[str, Any]) -> Policy:
             {"budget": largest},
             bound="at most ",
         )
-    assert own.head_policy == policy.head_policy and own.prefill_stride == policy.prefill_stride
-    assert own.head_reduction == policy.head_reduction and own.unit == policy.unit
-    assert own.keeps_ages <= policy.keeps_ages, "pages without token indices"
     return own
+
+
+def _check_bounds(values: Mapping[str, Any], policy: Policy) -> None:
+    """Compare a request's settings, or its policy's defaults, with the engine's.
+
+    Raises:
+        Misfit: one of them is larger.
+    """
+    for key, value in values.items():
+        if value > (most := getattr(policy, key)):
+            reason = f"is more than the server's {FLAGS.name(f'kv_{key}')} {most}"
+            raise Misfit(key, value, reason, {key: most}, bound="at most ")
 
 
 def _allowed_class(policy: Policy, name: str) -> type[Policy]:
     """The class of policy ``name``, which must work with the engine's state.
 
     Raises:
-        KVPolicyError: the policy is unknown, ``full``, or needs scores the engine lacks.
+        KVPolicyError: the policy is unknown, ``full``, or needs what the engine lacks.
     """
     missing = {key: _missing(policy, cls) for key, cls in POLICIES.items()}
     allowed = [key for key in POLICIES if missing[key] is None]
@@ -142,13 +152,23 @@ def _missing(policy: Policy, cls: type[Policy]) -> str | None:
     """What ``cls`` with its defaults needs and the engine's policy lacks; None if nothing."""
     if cls is type(policy):
         return None
-    other = resolve({"name": cls.name})
+    try:
+        other = resolve({"name": cls.name})
+    except KVPolicyError as error:  # a policy of another package
+        return f"settings that no request can give ({error})"
     if other.token_scores is not None:
         return f"scores of token ids, and this server's {policy.name} asks the host for none"
     if other.scoring.source == "random" != policy.scoring.source:
         return f"drawn numbers, and this server's {policy.name} draws none"
     if other.uses_attention and not policy.uses_attention:
         return f"attention scores, and this server's {policy.name} computes none"
+    if other.keeps_ages and not policy.keeps_ages:
+        return f"token indices in the pages, and this server's {policy.name} stores none"
+    settings = _inherited(policy, cls)
+    for key in FIXED:
+        value, fixed = settings.get(key, cls.model_fields[key].default), getattr(policy, key)
+        if value != fixed:
+            return f"{key} {value}, and this server has {key} {fixed}"
     return None
 
 
