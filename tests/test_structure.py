@@ -38,7 +38,10 @@ CACHES = {
     "vllm_cascade/policies/beehive.py": {"_survivors"},  # in traces
 }
 """Functions that remember their results by their arguments."""
-HASHES = {"vllm_cascade/cache/snapshots.py": "a schedule's number and a block's hash"}
+HASHES = {
+    "vllm_cascade/cache/snapshots.py": "a schedule's history, hashed before, and a block's hash",
+    "vllm_cascade/policies/schedule.py": "the settings, once for each schedule",
+}
 """Files that call ``hash``, of what."""
 
 

@@ -5,6 +5,7 @@
 do not do: capture with empty block tables, padded batches, buffers that must stay where they are.
 """
 
+import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.strides import Strides, Tokens
+from vllm_cascade.policies import remembered
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
@@ -500,6 +502,22 @@ def test_policies_come_and_go() -> None:
             check([layer.spec.schedule, own.schedule({"kv_budget": budget})], length)
     assert 2 < len(builder.tables._numbers) <= 8 + SPARE + 1 < 2 * SPARE
     assert builder.tables.rules.data_ptr() == address, "a captured graph has this address"
+
+
+def test_decays_of_budgets_that_are_gone_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor for each decay, and clients choose decays with their budgets."""
+    monkeypatch.setattr(remembered, "MAX_SCHEDULES", 2)
+    builder = PagedLayer(Shape(), {**CASCADE, "budget": 256}, 3).builder
+    builder.tables._most, table = 1, torch.ones(1, 40, dtype=torch.int32)
+    for budget in range(64, 256, 16):
+        own = compiled(resolve({**CASCADE, "budget": budget}))
+        builder.requests.schedules = lambda _, own=own: [own]
+        (rows,) = builder.build(0, step_of([0], [8], [True], table)).waves[0].prefill
+        assert rows.decays[1] == np.float32(own.scoring.weight * own.scoring.decay)
+        del own, rows
+        builder.requests.schedules = lambda _: []
+        gc.collect()
+        assert 0 < len(builder._decays) <= 4, "of those in the tables, and remembered"
 
 
 def test_rules_of_one_step_stay_where_its_rows_point() -> None:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with policies of their own: their pages, their room in the pool, their snapshots."""
 
+import gc
+import weakref
+
 import pytest
 
 from tests.cache.test_snapshots import Worker, drain, request
 from tests.engine.test_scheduler import make_scheduler
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+from vllm_cascade.policies import schedule
 from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.schedule import Schedule
 
@@ -51,6 +55,21 @@ def test_a_snapshot_belongs_to_one_policy_and_budget() -> None:
         worker.keys = KeyBySchedule(worker)
         drain(worker)
     assert worker.started == {"a": 0, "b": 0, "c": 96, "d": 96, "e": 96, "f": 96}
+
+
+def test_a_snapshot_outlives_its_schedule() -> None:
+    """A schedule may be forgotten between two requests; it is compiled again to the same states."""
+    worker = Worker(make_scheduler(KVPolicyScheduler, 60))
+    scheduler, asked = worker.scheduler, {"kv_budget": 32}
+    for name in ("a", "b"):
+        scheduler.add_request(request(name, list(range(1, 101)), extra_args=asked))
+        drain(worker)
+        gone = weakref.ref(scheduler._requests.schedule(asked))
+        scheduler._requests._known.clear()
+        schedule._remembered.clear()
+        gc.collect()
+        assert gone() is None
+    assert worker.started == {"a": 0, "b": 96}
 
 
 KEEPS = {"prefill_stride": 16, "keep_prompt": 64}

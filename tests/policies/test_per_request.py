@@ -19,7 +19,7 @@ from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, resolve
-from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.policies.schedule import Arithmetic, compiled
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.sink import Sink
 
@@ -260,7 +260,7 @@ def test_settings_that_bind_a_budget_are_named() -> None:
 
 
 def test_batches_split_only_where_arithmetic_differs() -> None:
-    def arithmetic(policy: Policy, *asked: dict[str, Any]) -> list[int]:
+    def arithmetic(policy: Policy, *asked: dict[str, Any]) -> list[Arithmetic]:
         requests = PerRequest(compiled(policy))
         return [requests.schedule(extra_args).arithmetic for extra_args in asked]
 

@@ -2,9 +2,11 @@
 """Every policy, with and without ``overflow``, against its simulation: kept tokens and counts."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from fractions import Fraction
 from typing import Any
 
@@ -22,9 +24,10 @@ from tests.oracle.test_oracle_policies import LAZY as LAZY_PERIODS
 from tests.oracle.units import UnitSim
 from tests.policies.cases import literal_scores, raw_settings, raw_unit_settings
 from tests.policies.literal import rules_of
+from vllm_cascade.policies import schedule as schedules
 from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.rules import Scoring
-from vllm_cascade.policies.schedule import Schedule, compared, compiled
+from vllm_cascade.policies.schedule import Arithmetic, Schedule, compared, compiled
 
 
 def regions_of(sim: Any) -> list[str]:
@@ -333,6 +336,33 @@ def test_a_schedule_is_compiled_once(name: str) -> None:
     assert schedule.policy == policy and schedule.scoring == policy.scoring
 
 
+def test_a_schedule_that_is_forgotten_leaves_nothing() -> None:
+    """Neither its settings nor its scoring stay, since clients choose both."""
+    schedules._remembered.clear()
+    gc.collect()
+    before = len(schedules._arithmetics)
+    made = compiled(resolve({"name": "cascade", "budget": 1536, "keep_prompt": 5}))
+    assert len(schedules._arithmetics) == before + 1, "a decay of its own"
+    gone = [weakref.ref(one) for one in (made, made.policy, made.history(1).policy)]
+    del made
+    schedules._remembered.clear()
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3 and len(schedules._arithmetics) <= before
+
+
+@pytest.mark.parametrize("t", [1, 90])
+def test_a_schedule_that_is_compiled_again_has_the_same_history(t: int) -> None:
+    """So what is kept under it is found again."""
+    policy = resolve({"name": "sink", "budget": 61, "keep_prompt": 10})
+    first = weakref.ref(compiled(policy))
+    kept = {compiled(policy).history(t): "pages"}
+    schedules._remembered.clear()
+    gc.collect()
+    assert first() is None and kept[compiled(policy).history(t)] == "pages"
+    other = resolve({"name": "lazy", "budget": 61, "keep_prompt": 10})
+    assert compiled(other).history(t) not in kept
+
+
 def test_a_schedule_travels_to_another_process() -> None:
     """As settings: a process that never saw them compiles them to the same tables."""
     schedule = compiled(resolve({"name": "cascade", "budget": 96, "num_subcaches": 3}))
@@ -351,7 +381,7 @@ def test_a_schedule_travels_to_another_process() -> None:
 def test_the_same_arithmetic() -> None:
     """Equal where scores are made and compared alike, whatever is evicted."""
 
-    def arithmetic(**raw: Any) -> int:
+    def arithmetic(**raw: Any) -> Arithmetic:
         return compiled(resolve(raw)).arithmetic
 
     plain = {arithmetic(name=name, budget=64) for name in ("window", "sink", "lazy")}

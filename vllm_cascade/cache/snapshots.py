@@ -19,15 +19,15 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
 
-from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.schedule import History, Schedule
 
 MAX_SEEN = 1 << 14
 """Most prefix hashes remembered to find where prompts diverge."""
 MAX_FOUND = 64
 """Most results of ``lookup`` that are remembered."""
 
-Key = tuple[int, BlockHash]
-"""The id of a state (``Schedule.history``) and the hash of a prefix."""
+Key = tuple[History, BlockHash]
+"""The settings that a state depends on, and the hash of a prefix."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from vllm_cascade.engine.session_header import (
 from vllm_cascade.engine.session_metrics import SessionStats
 from vllm_cascade.log import logger
 from vllm_cascade.patches import weight_updates
-from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.schedule import History, Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.sessions.files import FOREIGN, Unusable, first_difference, parts_of
 from vllm_cascade.sessions.folder import DAMAGED, NAMES, Bad, Entry, Folder
@@ -74,8 +74,8 @@ class SchedulerSessions:
         self._chunk_bytes = chunk_bytes
         self._page_bytes = page_bytes(config, caches, spec)
         self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
-        # Digests of policies, by the id of their history (``Schedule.history``).
-        self._policies: WeakKeyDictionary[Schedule, dict[int, str]] = WeakKeyDictionary()
+        # Digests of the policies that a schedule's states depend on (``Schedule.history``).
+        self._policies: WeakKeyDictionary[Schedule, dict[History, str]] = WeakKeyDictionary()
         self.adapters = Adapters()
         self._prompts: WeakKeyDictionary[Request, Prefixes] = WeakKeyDictionary()
         # Contexts at their admission, before anything is evicted.
@@ -237,10 +237,7 @@ class SchedulerSessions:
         """Digest of the settings that the state after so many tokens depends on."""
         known, history = self._policies.setdefault(schedule, {}), schedule.history(num_tokens)
         if history not in known:
-            settings = policy_settings(schedule.policy, self._tables)
-            if history == schedule.family:
-                settings["keep_prompt"] = 0
-            known[history] = digest(settings)
+            known[history] = digest(policy_settings(history.policy, self._tables))
         return known[history]
 
     def _contexts(self, request: Request) -> dict[str, int]:

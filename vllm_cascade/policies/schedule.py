@@ -39,8 +39,42 @@ MAX_PLANS = 256
 """Stride plans cached per schedule; one takes up to 0.1 MB."""
 
 _numbers = itertools.count()
-_arithmetics: dict[Scoring, int] = {}
-_families: dict[Policy, int] = {}
+
+
+class Arithmetic:
+    """The scoring of schedules whose strides can be batched.
+
+    Schedules with equal scorings share one, so that steps compare it by identity.
+    """
+
+    def __init__(self, scoring: Scoring) -> None:
+        self.scoring = scoring
+
+
+_arithmetics: WeakValueDictionary[Scoring, Arithmetic] = WeakValueDictionary()
+
+
+class History:
+    """The settings that a cache's state depends on, as a key of dictionaries.
+
+    Equal settings are equal keys, also if their schedule was forgotten and compiled again. They are
+    hashed once, so that no step hashes settings.
+
+    Attributes:
+        policy: the settings. ``keep_prompt`` is 0 if nothing has been evicted.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._hash = hash(policy)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, History) and self.policy == other.policy
 
 
 class Table:
@@ -93,8 +127,7 @@ class Schedule:
         unit: tokens that are kept and evicted together.
         scoring: how scores are computed and compared.
         number: process-wide id of the schedule.
-        arithmetic: id of the scoring. Strides with equal ids can be batched.
-        family: negative id; equal for schedules that differ in ``keep_prompt`` only.
+        arithmetic: the scoring. Strides with the same object can be batched.
         moves_tokens: True if the policy also merges or reorders tokens, which rules do not express.
         keeps_newest: leading tokens kept if scores are unused and only the oldest token behind
             them is ever evicted; else None.
@@ -118,9 +151,10 @@ class Schedule:
         self.unit: int = policy.unit
         self.scoring = policy.scoring
         self.number = next(_numbers)
-        self.arithmetic = _arithmetics.setdefault(self.scoring, len(_arithmetics))
-        others = policy.model_copy(update={"keep_prompt": 0})
-        self.family = _families.setdefault(others, -1 - len(_families))
+        self.arithmetic = _arithmetics.setdefault(self.scoring, Arithmetic(self.scoring))
+        self._own_history = self._whole_history = History(policy)
+        if policy.keep_prompt:
+            self._whole_history = History(policy.model_copy(update={"keep_prompt": 0}))
         self.moves_tokens = policy.arranges or policy.merge_into is not None
         self.lag = policy.score_lag
         self.units = policy.in_units
@@ -315,13 +349,13 @@ class Schedule:
             return (cached + 1) * self.unit
         return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
 
-    def history(self, t: int) -> int:
-        """Id of the cache's state after ``t`` tokens of a given stream.
+    def history(self, t: int) -> History:
+        """What the cache's state after ``t`` tokens of a given stream depends on.
 
         Schedules that differ in ``keep_prompt`` only reach the same state as long as neither
         evicts.
         """
-        return self.number if self.count_at(t) < t else self.family
+        return self._own_history if self.count_at(t) < t else self._whole_history
 
     def regions(self, t: int) -> list[str]:
         """Region name of every cached token after ``t`` tokens, without recalled ones.

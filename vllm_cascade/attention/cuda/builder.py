@@ -11,6 +11,7 @@ runs on the device.
 """
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ from vllm_cascade.kernels.columns import (
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.kernels.triton.strides import Chunks
 from vllm_cascade.policies.execute import Plan
-from vllm_cascade.policies.schedule import Schedule, by_schedule
+from vllm_cascade.policies.schedule import Arithmetic, Schedule, by_schedule
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.inputs import NO_RANK, scored_ranks, strides_of
@@ -84,7 +85,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.finished = torch.zeros(most, sets, dtype=torch.int32, device=device)
         self.plans = Plans(device)
         self.whole_chunks = not self.schedule.policy.trace  # which is about every stride
-        self._decays: dict[int, torch.Tensor] = {}
+        # Without those of requests that are gone: clients choose budgets, and so decays.
+        self._decays: WeakKeyDictionary[Arithmetic, torch.Tensor] = WeakKeyDictionary()
 
     @classmethod
     def get_cudagraph_support(
