@@ -28,7 +28,7 @@ from vllm_cascade.engine.session_header import (
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.sessions import files
+from vllm_cascade.sessions import files, threads
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
@@ -132,6 +132,21 @@ def test_other_engines_sessions_count_and_leave_first(
     assert index.used["disk"] == 300 and index.held["disk"] == 3
     assert index.counters.misses == {"foreign": 3, "evicted": 2}
     made._keeper.shutdown()
+
+
+@pytest.mark.parametrize("work", ["_write_names", "_remove_foreign"])
+def test_errors_of_its_thread_are_logged(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 0, 10.0, vllm="old")
+    made, _ = started(tmp_path, monkeypatch, disk_bytes=100)
+    said: list[str] = []
+    monkeypatch.setattr(threads.logger, "exception", lambda text, *_: said.append(text))
+    monkeypatch.setattr(made, work, lambda *_: [][0])
+    made.index.keep("c", [1], 100, pages=(1,), now=20, name="n")
+    made.take_commands()
+    made._keeper.shutdown()
+    assert said == ["KV sessions: a thread failed"]
 
 
 def test_a_session_too_large_for_the_memory_leaves_others_units(

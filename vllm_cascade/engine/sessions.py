@@ -36,6 +36,7 @@ from vllm_cascade.sessions.folder import DAMAGED, NAMES, Bad, Entry, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
+from vllm_cascade.sessions.threads import submit
 
 KEPT = {
     RequestStatus.FINISHED_STOPPED,
@@ -388,7 +389,7 @@ class SchedulerSessions:
             foreign = command.op == "remove" and command.id in self._foreign
             (others if foreign else ours).append(command)
         if others:
-            self._keeper.submit(self._remove_foreign, [command.id for command in others])
+            submit(self._keeper, self._remove_foreign, [command.id for command in others])
         return tuple(ours)
 
     def _remove_foreign(self, ids: Sequence[str]) -> None:
@@ -407,7 +408,7 @@ class SchedulerSessions:
         if self.folder is not None and self._writes_names and self._names_version != version:
             self._names_version = version
             names = {**self._unread, **self.index.names()}
-            self._keeper.submit(self._write_names, version, names)
+            submit(self._keeper, self._write_names, version, names)
 
     def _write_names(self, number: int, names: dict[str, str]) -> None:
         if self.folder is None or number != self._names_version:

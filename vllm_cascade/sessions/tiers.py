@@ -25,6 +25,7 @@ from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.pieces import Listed, Pieces
 from vllm_cascade.sessions.ranks import Outcome, Ranks
 from vllm_cascade.sessions.session import Command, Report
+from vllm_cascade.sessions.threads import submit
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
@@ -140,9 +141,9 @@ class WorkerSessions:
             elif command.op == "remove":
                 with self._lock:
                     self._unwritten.pop(command.id, None)
-                self._writer.submit(self._remove, command.id)
+                submit(self._writer, self._remove, command.id)
             elif command.op == "touch":
-                self._writer.submit(self._touch, command.id)
+                submit(self._writer, self._touch, command.id)
             elif command.op == "read":
                 with self._lock:
                     self._reading[command.id] = self._num_files
@@ -192,7 +193,7 @@ class WorkerSessions:
     def _begin(
         self, pool: ThreadPoolExecutor, command: Command, work: Callable[[Command, int], str]
     ) -> None:
-        pool.submit(self._run, command, self._num_files, work)
+        submit(pool, self._run, command, self._num_files, work)
         self._num_files += 1
 
     def _run(self, command: Command, number: int, work: Callable[[Command, int], str]) -> None:
