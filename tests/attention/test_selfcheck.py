@@ -4,8 +4,12 @@
 Kernels run in Triton's interpreter. A mutant is one piece of a kernel's source that is replaced.
 """
 
+import errno
 import inspect
+import json
 import linecache
+import os
+import resource
 import sys
 import textwrap
 from dataclasses import replace
@@ -534,6 +538,53 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert bool(certify.certify(other, (SHAPE,), DEVICES["cpu"], CPU, mode)) == (mode != "off")
     with pytest.raises(KVPolicyError, match="choose from off, once, always"):
         certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, "never")
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
+def test_a_verdict_that_cannot_be_written_does_not_count(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk leaves no file, neither an empty one nor a part."""
+    file = tmp_path / "checks" / "verdict.json"
+    said: list[str] = []
+    monkeypatch.setattr(certify.logger, "warning", lambda text, *_: said.append(text))
+    with monkeypatch.context() as patch:
+        if step != "write":
+            patch.setattr(os, step, full_disk)
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if step == "write" else most[0], most[1]))
+        try:
+            certify._keep(file, {"rows": []})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert len(said) == 1 and "the next start repeats it" in said[0]
+    assert list(file.parent.iterdir()) == []
+    certify._keep(file, {"rows": []})
+    certify._keep(file, {"rows": [1]})
+    assert json.loads(file.read_text()) == {"rows": [1]}, "another rank's, which comes later"
+    assert list(file.parent.iterdir()) == [file] and len(said) == 1
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_ranks_write_one_verdict_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader finds no file, or a whole one; here another rank writes while one does."""
+    file, replace, interrupted = tmp_path / "verdict.json", os.replace, []
+
+    def beside(partial: str, target: Path) -> None:
+        interrupted.append(partial)
+        monkeypatch.setattr(os, "replace", replace)
+        assert not file.exists()
+        certify._keep(file, {"rank": 1})
+        assert json.loads(file.read_text()) == {"rank": 1}
+        replace(partial, target)
+
+    monkeypatch.setattr(os, "replace", beside)
+    certify._keep(file, {"rank": 0})
+    assert len(interrupted) == 1
+    assert json.loads(file.read_text()) == {"rank": 0} and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_verdict_does_not_depend_on_the_hosts_memory(

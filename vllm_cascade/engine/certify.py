@@ -7,6 +7,8 @@ version of this package, the shape of a model's layers and one policy's settings
 
 import hashlib
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -196,9 +198,18 @@ def certify(
 
 
 def _keep(file: Path, verdict: dict[str, Any]) -> None:
+    """Write a verdict. All ranks do, of one or more machines, so each has its own partial file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(verdict))
+        descriptor, partial = tempfile.mkstemp(".partial", f"{file.stem}.", file.parent)
+        try:
+            with open(descriptor, "w") as text:
+                text.write(json.dumps(verdict))
+                text.flush()
+                os.fsync(descriptor)
+            os.replace(partial, file)
+        finally:
+            Path(partial).unlink(missing_ok=True)
     except OSError as error:
         logger.warning("The check's verdict cannot be kept (%s): the next start repeats it", error)
 
