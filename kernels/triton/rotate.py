@@ -6,9 +6,12 @@ A key is written at position ``born`` and read at its ``rank``. It is rotated ba
 Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, positions inside the cache.
 """
 
+from weakref import WeakValueDictionary
+
 import torch
 
-_tables: dict[tuple, torch.Tensor] = {}
+_tables: WeakValueDictionary[tuple, torch.Tensor] = WeakValueDictionary()
+"""Tables as they were returned. Layers hold them, so that they are freed with their engine."""
 
 
 def decode_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,8 +42,10 @@ def rotation_table(
         ``[max_distance + 1, 2, rotary_dim / 2]`` on ``device``.
     """
     key = (tuple(inv_freq.tolist()), max_distance, str(device), dtype, forward)
-    if key not in _tables:
+    found = _tables.get(key)
+    if found is None:
         distance = torch.arange(-forward, max_distance + 1, dtype=torch.float64)
         angle = -distance[:, None] * inv_freq.double().cpu()
-        _tables[key] = torch.stack([angle.cos(), angle.sin()], dim=1).to(device, dtype)
-    return _tables[key][forward:]
+        table = torch.stack([angle.cos(), angle.sin()], dim=1).to(device, dtype)
+        found = _tables[key] = table[forward:]
+    return found

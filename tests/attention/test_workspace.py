@@ -2,6 +2,7 @@
 """Scratch memory on the device: vLLM's profile sees all of it, and captured graphs keep theirs."""
 
 import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.workspace import Workspace, size_of, workspace_of
 from vllm_cascade.engine import recall_memory
 from vllm_cascade.kernels.columns import RECALL_COLUMNS, STEP_COLUMNS
+from vllm_cascade.kernels.triton import rotate
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.rings import Rings
 
@@ -247,6 +249,32 @@ def test_a_graph_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.reserve(4 * taken)
     gc.collect()
     assert kept.expired(), "which no graph uses"
+
+
+def test_what_layers_share_is_freed_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of rotations and the workspace: another engine of the process begins without them."""
+    monkeypatch.setattr(workspace, "_of_devices", type(workspace._of_devices)())
+    gc.collect()
+    before = set(rotate._tables)
+    made = [layer_of(RECALL, monkeypatch, requests=2, rings=2) for _ in range(2)]
+    layers_of_one, table = [layer for layer, _ in made], torch.arange(1, 9, dtype=torch.int32)
+    for layer in layers_of_one:
+        forward(layer, layer.builder.build(0, common([20] * 2, table.view(2, 4))), 2)
+    assert len({layer.impl._layer.rotation.data_ptr() for layer in layers_of_one}) == 1
+    memory = workspace_of(CPU)
+    assert memory.num_bytes and all(one.impl._workspace is memory for one in layers_of_one)
+    gone = [weakref.ref(memory), StorageWeakRef(memory._memory.untyped_storage())]
+    gone += [
+        StorageWeakRef(rotation.untyped_storage())
+        for rotation in (layer.impl._layer.rotation, layer.impl._decode_rotation)
+    ]
+    del memory, layer, made[1], layers_of_one[1]
+    gc.collect()
+    assert workspace_of(CPU) is layers_of_one[0].impl._workspace is gone[0]()
+    del made, layers_of_one
+    gc.collect()
+    assert gone[0]() is None and all(one.expired() for one in gone[1:])
+    assert set(rotate._tables) <= before and not workspace._of_devices
 
 
 def test_the_pool_of_the_profile_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ class TritonKVPolicyImpl(SharingImpl):
     _undo: DraftUndo | None = None
     _held: torch.Tensor | None = None
     _repeater: Repeater | None = None
+    _workspace: Workspace | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,7 +110,7 @@ class TritonKVPolicyImpl(SharingImpl):
         if self.window is not None:
             slots = max(slots, window_slots(policy, self.window, block))
         slots *= pages
-        workspace = workspace_of(query.device)
+        workspace = self._memory_on(query.device)
         alike = policy, limits.max_num_batched_tokens, limits.max_num_seqs, slots, self.least_part
         alike += *query.shape[1:], query.dtype, self.num_kv_heads, self.latent
         if alike not in workspace.reserved_for:
@@ -124,6 +125,11 @@ class TritonKVPolicyImpl(SharingImpl):
             self._held = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
         if shares_caches(config.model_config.hf_text_config):
             self._reserve_waiting(query)
+
+    def _memory_on(self, device: torch.device) -> Workspace:
+        """The workspace, which the layer holds: it is there as long as any layer, or its graphs."""
+        self._workspace = workspace_of(device)
+        return self._workspace
 
     def _reserve_waiting(self, query: torch.Tensor) -> None:
         """Let the profile count the rows that wait for other layers: those of two owners, with
@@ -421,7 +427,7 @@ class TritonKVPolicyImpl(SharingImpl):
             own = rows.table, rows.steps, rows.recall
             found = recall.rows(*own, self.num_heads, columns, judged)
             if _is_captured(rows.steps.device):
-                workspace_of(rows.steps.device).keep()
+                self._memory_on(rows.steps.device).keep()
             else:
                 rows.recalling[which] = found
         return found
@@ -454,7 +460,7 @@ class TritonKVPolicyImpl(SharingImpl):
                 found["masses"] = num_rows, num_pages * (pages.block_size // pages.unit) + 1
         shapes = {name: (shape, torch.float32) for name, shape in found.items()}
         captured = _is_captured(device)
-        workspace = Workspace(device) if captured else workspace_of(device)
+        workspace = Workspace(device) if captured else self._memory_on(device)
         made = Singles(
             steps=decode.steps,
             table=decode.table,
@@ -565,7 +571,7 @@ class TritonKVPolicyImpl(SharingImpl):
             given=rows.given,
             plans=rows.plans,
             recall=rows.recall,
-            **memory_of(workspace_of(rows.steps.device), shapes),
+            **memory_of(self._memory_on(rows.steps.device), shapes),
         )
         return made
 
@@ -582,7 +588,7 @@ class TritonKVPolicyImpl(SharingImpl):
                 most_cached=chunks.max_cached,
                 latent=self.latent,
             )
-            found = chunks.parts(workspace_of(tokens.query.device).carve(shapes)["gathered"])
+            found = chunks.parts(self._memory_on(tokens.query.device).carve(shapes)["gathered"])
             chunks.gathered[which] = found
         return found
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_cascade.attention.cuda.metadata import EVERYTHING, Recalls
 from vllm_cascade.attention.cuda.ranks import put_together
-from vllm_cascade.attention.cuda.workspace import judged_at_once, workspace_of
+from vllm_cascade.attention.cuda.workspace import Workspace, judged_at_once, workspace_of
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.torch import recall as evidence
@@ -64,6 +64,7 @@ class LayerRings:
         self._born, self._token = rings.born[index], rings.token[index]
         self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
         self._judges: dict[int, Judge] = {}
+        self._workspace: Workspace | None = None
         self.judged: list[tuple[RecallRows, torch.Tensor]] | None = None
         self._cached = cached = CachedLayer(
             kv=pages.kv,
@@ -118,7 +119,8 @@ class LayerRings:
         judge, num_rows = self._judge(asking, num_queries), len(steps)
         at_once = judged_at_once(self._most_requests, asking)
         shapes = {**judge.shapes(num_rows, at_once), **self._recaller.shapes(num_rows)}
-        memory = workspace_of(steps.device).carve(shapes)
+        self._workspace = workspace_of(steps.device)  # held, so that it stays
+        memory = self._workspace.carve(shapes)
         parts = judge.parts(steps, table, recall, memory, judged)
         chosen = {name: memory[name] for name in ("evidence", "chosen", "moves", "scratch")}
         stored = self._store.room(num_rows, table.shape[1], columns, steps.device)

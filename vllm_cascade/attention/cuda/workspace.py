@@ -9,6 +9,7 @@ vLLM sizes the page pool by the memory that is left. Strides then allocate nothi
 import math
 from collections.abc import Hashable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import SchedulerConfig
@@ -28,7 +29,7 @@ ALIGNED = 256
 MOST_GATHERED = 128 << 20
 """Channels that are gathered for one launch over strides, if one stride needs no more."""
 
-_of_devices: dict[torch.device, "Workspace"] = {}
+_of_devices: WeakValueDictionary[torch.device, "Workspace"] = WeakValueDictionary()
 
 
 class Workspace:
@@ -85,10 +86,14 @@ def size_of(shapes: Shapes) -> int:
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """A device's workspace. All engines of a process share it, as they never run concurrently."""
-    if device not in _of_devices:
-        _of_devices[device] = Workspace(device)
-    return _of_devices[device]
+    """A device's workspace. All engines of a process share it, as they never run concurrently.
+
+    Callers must hold it as long as they use its memory: it is freed with the last layer.
+    """
+    found = _of_devices.get(device)
+    if found is None:
+        found = _of_devices[device] = Workspace(device)
+    return found
 
 
 def split_of(policy: Policy, query: torch.Tensor, least: int) -> Split:
