@@ -624,6 +624,14 @@ def test_tables_of_batches_are_bounded(changed: dict[str, Any], fits: int) -> No
     resolve({**changed, "overflow": fits})
 
 
+def test_a_requests_table_of_batches_is_bounded() -> None:
+    """The server's rules repeat after 2,039 units; those of another policy only much later."""
+    requests = PerRequest(compiled(resolve({"name": "h2o", "budget": 8192, "overflow": 2039})))
+    with pytest.raises(KVPolicyError, match=r"overflow 2039 makes rules .* after \d{8} units"):
+        requests.schedule({"kv_policy": "beehive"})
+    assert requests.schedule({"kv_budget": 4000}).policy.budget == 4000
+
+
 @pytest.mark.parametrize("overflow", [6, 7, 64])
 @pytest.mark.parametrize("name", ["cascade", "beehive", "h2o"])
 def test_rows_of_batches(name: str, overflow: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_cascade.policies.arguments import FLAGS, KEYS, REQUEST, collect
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import POLICIES, policy_class, resolve, validated
+from vllm_cascade.policies.registry import POLICIES, check_batches, policy_class, resolve, validated
 from vllm_cascade.policies.remembered import Remembered
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.settings import (
@@ -110,6 +110,7 @@ def _derived(policy: Policy, given: Given, asked: Mapping[str, Any]) -> Policy:
             {"budget": largest},
             bound="at most ",
         )
+    check_batches(own)
     return own
 
 
