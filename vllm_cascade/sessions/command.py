@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-cascade sessions``: lists, verifies and removes the sessions in a folder.
 
-It needs no vLLM and no server. A running server goes on with a removed session while it has it in
+It needs PyTorch, but no vLLM and no server. A running server goes on with a removed session while it has it in
 memory, and counts a miss when it wants to read its file.
 """
 
