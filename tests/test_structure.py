@@ -22,6 +22,7 @@ POLICIES = sorted((PACKAGE / "policies").glob("**/*.py"))
 SOURCES = sorted(path for room in (PACKAGE, ROOT / "kernels") for path in room.glob("**/*.py"))
 
 COMPILE = {
+    "vllm_cascade/attention/cuda/rule_room.py": "a refusal at start",
     "vllm_cascade/cache/spec.py": "a cache group's schedule, once for each spec",
     "vllm_cascade/engine/devices.py": "a warning at start",
     "vllm_cascade/engine/lookup.py": "the front-end's, once for each engine",

@@ -6,6 +6,7 @@ do not do: capture with empty block tables, padded batches, buffers that must st
 """
 
 import gc
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +33,17 @@ from tests.attention.test_paged import (
     oracle_for,
 )
 from tests.attention.test_step import literal_rules
-from vllm_cascade.attention.cuda import workspace
+from vllm_cascade.attention.cuda import mail, rule_room, workspace
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.mail import DeviceTables
 from vllm_cascade.cache.quantised import CODES
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.prefill import StrideAttention
+from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS
 from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.policies import remembered
 from vllm_cascade.policies.per_request import PerRequest
@@ -482,26 +485,115 @@ def test_requests_with_budgets_of_their_own_where_no_rule_helps() -> None:
     )
 
 
-def test_policies_come_and_go() -> None:
-    """More policies than the tables remember: those not in the batch make way, rules stay right."""
+def decode_steps(layer: PagedLayer, schedules: list[Schedule], length: int) -> None:
+    """A decode batch under some schedules; its steps name their rules and positions."""
+    builder = layer.builder
+    builder.requests.schedules = lambda _: list(schedules)
+    table = torch.ones(len(schedules), 10, dtype=torch.int32)
+    metadata = builder.build(0, common([length] * len(schedules), table))
+    steps = metadata.waves[0].decode.steps
+    for schedule, step in zip(schedules, steps.tolist(), strict=True):
+        assert rules_in(step, metadata.rules) == literal_rules(schedule, length - 1)
+        assert step[columns.CACHED] == schedule.count_at(length - 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [("SPARE_ROWS", 400), ("MAX_SCHEDULES", 12), ("SPARE", 1)]
+)
+def test_policies_come_and_go(bound: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More policies than the tables hold: those not in the batch make way, rules stay right."""
+    monkeypatch.setattr(rule_room if bound == "SPARE" else mail, bound, most)
+    if bound == "SPARE":
+        monkeypatch.setattr(rule_room, "MOST_RULES", 6)
     layer = PagedLayer(Shape(), {"name": "h2o", "budget": 150, "overflow": 3}, 3)
-    builder, rules = layer.builder, layer.builder.tables.rules
-    address = rules.data_ptr()
-    table = torch.ones(8, 10, dtype=torch.int32)
-
-    def check(schedules: list[Schedule], length: int) -> None:
-        builder.requests.schedules = lambda _: list(schedules)
-        metadata = builder.build(0, common([length] * len(schedules), table[: len(schedules)]))
-        steps = metadata.waves[0].decode.steps
-        for schedule, step in zip(schedules, steps.tolist(), strict=True):
-            assert rules_in(step, metadata.rules) == literal_rules(schedule, length - 1)
-
+    tables = layer.builder.tables
+    address = tables.rules.data_ptr()
     own = PerRequest(layer.spec.schedule)
-    for budget in range(10, 10 + 2 * SPARE):
+    running = [layer.spec.schedule, own.schedule({"kv_budget": 9})]
+    rows, schedules = [], []
+    for budget in range(10, 40):
         for length in (budget + 4, budget + 5, budget + 6, budget + 7):
-            check([layer.spec.schedule, own.schedule({"kv_budget": budget})], length)
-    assert 2 < len(builder.tables._numbers) <= 8 + SPARE + 1 < 2 * SPARE
-    assert builder.tables.rules.data_ptr() == address, "a captured graph has this address"
+            decode_steps(layer, [*running, own.schedule({"kv_budget": budget})], length)
+        rows.append(tables.schedules.table.shape[0])
+        schedules.append(len(tables._places))
+    assert max(schedules) <= 24 and schedules.index(3, 1), "unused schedules were forgotten"
+    assert max(rows) <= 2048
+    assert tables.rules.data_ptr() == address, "a captured graph has this address"
+
+
+def test_schedules_of_running_requests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent once, however little else the tables hold."""
+    monkeypatch.setattr(mail, "SPARE_ROWS", 10)
+    monkeypatch.setattr(mail, "MAX_SCHEDULES", 1)
+    layer = PagedLayer(Shape(), {"name": "h2o", "budget": 150, "overflow": 3}, 3)
+    own, loaded = PerRequest(layer.spec.schedule), []
+    running = [own.schedule({"kv_budget": budget}) for budget in range(10, 16)]
+    append = DeviceTables._append
+
+    def counted(tables: DeviceTables, schedules: list[Schedule]) -> None:
+        loaded.extend(schedules)
+        append(tables, schedules)
+
+    monkeypatch.setattr(DeviceTables, "_append", counted)
+    for length in range(100, 110):
+        decode_steps(layer, running, length)
+    assert loaded == running
+
+
+def test_only_rows_of_new_schedules_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``keep_prompt`` each length of a short prompt brings a schedule of its own."""
+    engine = compiled(resolve({"name": "sink", "budget": 300, "keep_prompt": 100}))
+    tables, own = DeviceTables(engine, torch.device("cpu"), 4), PerRequest(engine)
+    numbers: list[int] = []
+
+    def counted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        numbers.append(tensor.numel())
+        return sent(tensor, device)
+
+    monkeypatch.setattr(mail, "sent", counted)
+    first = own.schedule(None, 10)
+    tables.numbers([first])
+    place = tables._places[first.number]
+    for kept in range(11, 60):
+        new = own.schedule(None, kept)
+        tables.numbers([engine, new])
+        ours = len(new.leading) * TABLE_COLUMNS + HEAD_COLUMNS + new.further.size
+        assert numbers[-1] == ours, "one transfer"
+    assert len(numbers) == 50 and tables._places[first.number] == place, "rows stay valid"
+
+
+def test_tables_keep_no_schedule_alive() -> None:
+    engine = compiled(resolve({"name": "sink", "budget": 30}))
+    tables = DeviceTables(engine, torch.device("cpu"), 4)
+    other = Schedule(resolve({"name": "sink", "budget": 20}))
+    tables.numbers([other])
+    alive = weakref.ref(other)
+    del other
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("raw", [{"name": "h2o", "overflow": 1500}, {"name": "beehive"}])
+def test_kept_prompts_of_all_lengths_fit(raw: dict[str, Any]) -> None:
+    """Each has as many rules as the engine, which may be more than ``MOST_RULES``."""
+    engine = compiled(resolve({"budget": 440, "keep_prompt": 300, **raw}))
+    assert len(engine.further) > 1000 or raw["name"] == "beehive"
+    tables, own = DeviceTables(engine, torch.device("cpu"), 4), PerRequest(engine)
+    address = tables.rules.data_ptr()
+    for kept in range(10, 250, 4):
+        tables.prune()
+        step = [own.schedule(None, kept + i) for i in range(4)]
+        numbers, begins = tables.numbers(step), [tables.begin(schedule) for schedule in step]
+        assert tables.numbers(step).tolist() == numbers.tolist()
+        for number, begin, schedule in zip(numbers, begins, step, strict=True):
+            rules = tables.rules[begin : begin + len(schedule.further)]
+            assert np.array_equal(rules.numpy(), schedule.further)
+            first, transient, period = tables.schedules.heads[number, :3].tolist()
+            assert (transient, period) == (schedule.transient, schedule.period)
+            rows = tables.schedules.table[first : first + transient + period].numpy()
+            assert np.array_equal(rows[:, 6], schedule.count)
+            assert np.array_equal(rows[:, 4] - begin, schedule.leading[:, 4])
+    assert tables.rules.data_ptr() == address, "a captured graph has this address"
 
 
 def test_decays_of_budgets_that_are_gone_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +616,7 @@ def test_rules_of_one_step_stay_where_its_rows_point() -> None:
     """More schedules than are remembered come in one step of prompts, one after another."""
     engine = compiled(resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64}))
     own = PerRequest(engine)
-    asked = [{"kv_policy": "beehive", "kv_budget": 200 + 8 * i} for i in range(SPARE + 6)]
+    asked = [{"kv_policy": "beehive", "kv_budget": 200 + 8 * i} for i in range(70)]
     schedules = [own.schedule(one) for one in asked]
     tables = DeviceTables(engine, torch.device("cpu"), max_requests=4)
     for step in range(1, len(schedules), 3):

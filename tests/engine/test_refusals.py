@@ -13,17 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
+from vllm_cascade.attention.cuda.mail import DeviceTables
+from vllm_cascade.attention.cuda.rule_room import MOST_BYTES
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import CUDA, DEVICES, WITHOUT_CPU_KERNEL, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
 from vllm_cascade.policies.registry import policy_of, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 
 LLAMA = {
@@ -447,7 +451,7 @@ def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
 
 
 def test_the_list_is_complete() -> None:
-    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA)
+    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA) | {RULES_ON_CUDA}
     tested = set(SETTINGS) | set(MODELS) | set(FAKED) | on_cuda | ENVIRONMENT
     assert tested == {entry.name for device in DEVICES.values() for entry in device.refusals}
 
@@ -459,7 +463,8 @@ def refusal_of(name: str, device: str = "cpu") -> Refusal:
 
 def test_the_device_of_another_platform_is_not_asked() -> None:
     elsewhere = {entry.name for entry in DEVICES["cuda"].own_refusals}
-    assert elsewhere == set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA)
+    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA) | {RULES_ON_CUDA}
+    assert elsewhere == on_cuda
     assert not elsewhere & {entry.name for entry in DEVICES["cpu"].refusals}
 
 
@@ -681,6 +686,24 @@ def test_recall_on_cuda_needs_nothing_else() -> None:
     policy = resolve({"name": "sink", "recall": 8})
     for name in RECALL_ON_CUDA:
         assert not refusal_of(name, "cuda").applies(config, policy), name
+
+
+RULES_ON_CUDA = "rules of kept prompts on CUDA"
+
+
+def test_rules_of_kept_prompts_must_fit() -> None:
+    """Those of a full batch; without kept prompts, requests' own policies are bounded."""
+    refusal = refusal_of(RULES_ON_CUDA, "cuda")
+    assert "256 MiB" in refusal.message and "overflow or --max-num-seqs" in refusal.message
+    many, few = (
+        SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=n)) for n in (1024, 256)
+    )
+    plain = {"name": "cascade", "budget": 1024, "num_subcaches": 4, "overflow": 999}
+    kept = resolve({**plain, "keep_prompt": 64})
+    assert refusal.applies(many, kept) and not refusal.applies(few, kept)
+    assert not refusal.applies(many, resolve(plain))
+    tables = DeviceTables(compiled(kept), torch.device("meta"), 256)
+    assert tables.rules.nbytes <= MOST_BYTES < 4 * tables.rules.nbytes
 
 
 VARIABLES_ON_CUDA: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -170,3 +170,16 @@ def test_states_are_shared_until_one_of_two_evicts() -> None:
     assert len({longest.history(105), short.history(105), longest.history(1)}) == 3
     other = requests.schedule({"kv_budget": 32}, 10)
     assert other.history(1) != short.history(1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_the_number_of_rules_is_that_of_any_length(name: str, data: st.DataObject) -> None:
+    """Tables of a fixed size rely on it (``attention/cuda/rule_room.py``)."""
+    raw = data.draw(st.one_of(raw_settings(name), raw_unit_settings(name)))
+    recall = data.draw(st.integers(0, 9)) if "unit" in raw else 0
+    kept, prompt, _ = draw_kept(data.draw, {**raw, "recall": recall})
+    engine = compiled(resolve(kept))
+    own = PerRequest(engine).schedule(None, prompt)
+    assert len(own.further) == len(engine.further)

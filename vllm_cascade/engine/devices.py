@@ -12,6 +12,7 @@ from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_cascade.attention.cuda.rule_room import MOST_BYTES, too_large
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.refusals import REFUSALS, Refusal
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
@@ -235,6 +236,15 @@ class CUDA(Device):
             lambda _, policy: policy.recall > 0 and policy.unit > MOST_UNIT,
             f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
             "--kv-recall 0",
+        ),
+        Refusal(
+            "rules of kept prompts on CUDA",
+            lambda config, policy: (
+                policy.keep_prompt > 0 and too_large(policy, config.scheduler_config.max_num_seqs)
+            ),
+            f"each length of a kept prompt has eviction rules of its own, and those of "
+            f"--max-num-seqs requests take more than {MOST_BYTES >> 20} MiB of the GPU's memory; "
+            "set overflow or --max-num-seqs to less, or --kv-keep-prompt 0",
         ),
         Refusal(
             "recalled rows in 8 bits on CUDA",

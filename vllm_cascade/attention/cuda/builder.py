@@ -120,7 +120,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         fast_build: bool = False,
     ) -> TritonMetadata:
         common, table = common_attn_metadata, common_attn_metadata.block_table_tensor
-        for tables in (self.tables, self.frames):
+        for tables in {self.tables, self.frames}:
             tables.prune()
         scale, waves = None, []
         dummies = self.requests.all_dummies(common)  # of which vLLM says that none is prefilling

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers from the host to the device before a step: rows, plans and schedule tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_cascade.attention.cuda.rule_room import most_rules, rule_room
 from vllm_cascade.cache.transfer import sent
-from vllm_cascade.kernels.columns import (
-    MOST_RULES,
-    RULE_COLUMNS,
-    STEP_COLUMNS,
-    STREAM,
-)
+from vllm_cascade.kernels.columns import RULE_COLUMNS, STEP_COLUMNS, STREAM
 from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables
 from vllm_cascade.policies.execute import Plan
+from vllm_cascade.policies.remembered import MAX_ROWS, MAX_SCHEDULES
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.step.plan import SPARE
 
@@ -124,66 +124,146 @@ def _numbers(plan: Plan) -> np.ndarray:
 MORE_IN_TABLE = 4
 """Column of ``Schedule.leading`` that points to further rules."""
 
+SPARE_ROWS = MAX_ROWS // 2
+"""Most rows of schedules that stay on the device though the last step did not use them."""
+
+
+class _Sizes(NamedTuple):
+    """Rows of ``table``, ``heads`` and ``rules``: how many, or where a schedule's begin or end."""
+
+    rows: int = 0
+    heads: int = 0
+    rules: int = 0
+
+    def plus(self, other: Iterable[int]) -> "_Sizes":
+        return _Sizes(*(one + more for one, more in zip(self, other, strict=True)))
+
+    def exceeds(self, most: "_Sizes") -> bool:
+        return any(one > bound for one, bound in zip(self, most, strict=True))
+
+
+class _Place(NamedTuple):
+    begin: _Sizes
+    size: _Sizes
+
 
 class DeviceTables:
     """Tables of all schedules in use, for the kernels ``schedule`` and ``insert``.
 
+    New schedules are appended, so only their own rows are sent. A schedule is known by its number:
+    the tables keep no schedule alive.
+
     Attributes:
-        engine: the default schedule of requests.
-        schedules: the tables of ``kernels/triton/schedule.py``.
+        engine: the default schedule of requests, row 0 of ``heads``.
+        schedules: the tables of ``kernels/triton/schedule.py``, with room for more rows. They are
+            read before a step's layers run, outside graphs, so they may move.
         rules: int32 ``[n, 4]``, further rules of all schedules. Its address never changes.
     """
 
     def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
-        self.engine, self._device = engine, device
-        self._most = max_requests + SPARE
-        room = 1 + len(engine.further) + (self._most + max_requests) * MOST_RULES
-        self.rules = torch.zeros(room, RULE_COLUMNS, dtype=torch.int32, device=device)
-        self._numbers: dict[Schedule, int] = {}
-        self._begins: dict[Schedule, int] = {}
-        self._load([engine])
+        self.engine = engine
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.rules = zeros(rule_room(engine, max_requests), RULE_COLUMNS)
+        one_step = max_requests * most_rules(engine)
+        self._full = _Sizes(SPARE_ROWS, MAX_SCHEDULES, len(self.rules) - one_step)
+        self.schedules = ScheduleTables(
+            table=zeros(0, TABLE_COLUMNS), heads=zeros(0, HEAD_COLUMNS), unit=engine.unit
+        )
+        self._places: dict[int, _Place] = {}
+        self._recent: set[int] = set()  # schedules used since the last ``prune``
+        self._used = _Sizes(rules=1)  # the first rule is empty
+        self._append([engine])
 
     def prune(self) -> None:
-        """Forget all schedules but the engine's if there are too many.
+        """Forget schedules that the last step did not use if there are too many of them.
 
-        Call it between steps only: the rows of a step point into the tables.
+        Call it between steps only: the rows of a step point into the tables. All writes follow the
+        last step's reads in the same stream.
         """
-        if len(self._numbers) > self._most:
-            self._load([self.engine])
+        kept = dict.fromkeys([self.engine.number, *self._recent])
+        self._recent = set()
+        if self._used.exceeds(self._full):
+            rows = sum(self._places[number].size.rows for number in kept)
+            if self._used.exceeds(self._full.plus((rows, len(kept), 0))):
+                self._keep(list(kept))
 
     def numbers(self, schedules: Sequence[Schedule]) -> np.ndarray:
         """int32, each schedule's row of ``heads``; loads missing schedules."""
-        missing = [s for s in dict.fromkeys(schedules) if s not in self._numbers]
+        alike = {schedule.number: schedule for schedule in schedules}
+        missing = [own for number, own in alike.items() if number not in self._places]
         if missing:
-            self._load([*self._numbers, *missing])
-        return np.asarray([self._numbers[schedule] for schedule in schedules], dtype=np.int32)
+            self._append(missing)
+        self._recent |= alike.keys()
+        heads = [self._places[schedule.number].begin.heads for schedule in schedules]
+        return np.asarray(heads, dtype=np.int32)
 
     def begin(self, schedule: Schedule) -> int:
         """Row of ``rules`` at which a schedule's further rules begin."""
         self.numbers([schedule])
-        return self._begins[schedule]
+        return self._places[schedule.number].begin.rules
 
-    def _load(self, schedules: list[Schedule]) -> None:
-        self._numbers = {schedule: number for number, schedule in enumerate(schedules)}
-        steps, heads, rules = [], [], [np.zeros((1, RULE_COLUMNS), dtype=np.int32)]
-        first_row, self._begins = 0, {}
+    def _append(self, schedules: list[Schedule]) -> None:
+        """Add schedules behind those that are there, in one transfer."""
+        first, parts = self._used, []
         for schedule in schedules:
-            begin = self._begins[schedule] = sum(map(len, rules))
-            columns = np.column_stack([schedule.leading, schedule.count, schedule.peak])
-            columns[:, MORE_IN_TABLE] += begin
-            ways = schedule.score_columns.tolist()
-            recall = schedule.policy.recall
-            heads.append([first_row, schedule.transient, schedule.period, *ways, recall])
-            steps.append(columns)
-            rules.append(schedule.further)
-            first_row += len(columns)
-        self.schedules = ScheduleTables(
-            table=self._to_device(np.concatenate(steps).reshape(-1, TABLE_COLUMNS)),
-            heads=self._to_device(np.asarray(heads).reshape(-1, HEAD_COLUMNS)),
-            unit=self.engine.unit,
+            part = _parts(schedule, self._used)
+            self._place(schedule.number, _Sizes(*map(len, part)))
+            parts.append(part)
+        assert self._used.rules <= len(self.rules), "keep_prompt changed the number of rules"
+        self.schedules = replace(
+            self.schedules,
+            table=_with_room(self.schedules.table, self._used.rows),
+            heads=_with_room(self.schedules.heads, self._used.heads),
         )
-        further = self._to_device(np.concatenate(rules))
-        self.rules[: len(further)].copy_(further)
+        arrays = [np.concatenate(same).ravel() for same in zip(*parts, strict=True)]
+        flat = torch.from_numpy(np.concatenate(arrays).astype(np.int32))
+        pieces = sent(flat, self.rules.device).split([len(array) for array in arrays])
+        tables = self.schedules.table, self.schedules.heads, self.rules
+        for table, begin, end, piece in zip(tables, first, self._used, pieces, strict=True):
+            table[begin:end].copy_(piece.view(-1, table.shape[1]), non_blocking=True)
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return sent(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)), self._device)
+    def _place(self, number: int, size: _Sizes) -> None:
+        self._places[number] = _Place(self._used, size)
+        self._used = self._used.plus(size)
+
+    def _keep(self, numbers: list[int]) -> None:
+        """Move some schedules, the engine's first, to the front of the tables, on the device."""
+        old = [self._places[number] for number in numbers]
+        self._places, self._used = {}, _Sizes(rules=1)
+        for number, place in zip(numbers, old, strict=True):
+            self._place(number, place.size)
+        new = [self._places[number] for number in numbers]
+        now, ends = self.schedules, [place.begin.plus(place.size) for place in old]
+        both = list(zip(old, ends, strict=True))
+        table = torch.cat([now.table[place.begin.rows : end.rows] for place, end in both])
+        heads = torch.cat([now.heads[place.begin.heads : end.heads] for place, end in both])
+        rules = torch.cat([self.rules[place.begin.rules : end.rules] for place, end in both])
+        moves = [
+            (place.size.rows, to.begin.rules - place.begin.rules, to.begin.rows)
+            for place, to in zip(old, new, strict=True)
+        ]
+        host = torch.from_numpy(np.ascontiguousarray(np.asarray(moves, dtype=np.int32).T))
+        num_rows, shift, heads[:, 0] = sent(host, table.device)
+        table[:, MORE_IN_TABLE] += shift.repeat_interleave(num_rows, output_size=len(table))
+        self.schedules = replace(now, table=table, heads=heads)
+        self.rules[1 : self._used.rules].copy_(rules)
+
+
+def _parts(schedule: Schedule, at: _Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A schedule's rows of ``table``, ``heads`` and ``rules``, which begin at ``at``."""
+    table = np.column_stack([schedule.leading, schedule.count, schedule.peak])
+    table[:, MORE_IN_TABLE] += at.rules
+    ways, recall = schedule.score_columns.tolist(), schedule.policy.recall
+    head = np.asarray([[at.rows, schedule.transient, schedule.period, *ways, recall]])
+    return table, head, schedule.further
+
+
+def _with_room(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """``table``, or a longer copy if it has fewer than ``rows``."""
+    if rows <= len(table):
+        return table
+    doubled = 1 << (rows - 1).bit_length()
+    room = min(doubled, -(-rows // SPARE_ROWS) * SPARE_ROWS)
+    longer = table.new_zeros(room, table.shape[1])
+    longer[: len(table)].copy_(table)
+    return longer
