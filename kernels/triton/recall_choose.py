@@ -203,7 +203,7 @@ def _choose(
         tl.store(score + word, tl.zeros([LINE], tl.float32), mask=taken)
         tl.store(moves + which, slot, mask=taken)
         free_before += tl.sum(free.to(tl.int32), axis=0)
-    tl.atomic_add(exchanged, total)
+    tl.atomic_add(exchanged, total.to(tl.int64))
 
 
 @triton.jit
@@ -273,7 +273,7 @@ class Recaller:
         rows: ``[H, rings, unit, 2 D]``, the layer's stored keys and values as in the pages; in
             pinned host memory or in device memory.
         stored_born, stored_token: int32 ``[S, rings]``.
-        exchanged: int32 ``[1]``, counter to which newly recalled units are added.
+        exchanged: int64 ``[1]``, counter to which newly recalled units are added.
         capacity: places of a ring.
         most: most units that any request recalls.
         row_scales: fp32 ``[H, rings, unit, 2]``, scales of ``rows`` beside them; None if rows have
@@ -298,6 +298,7 @@ class Recaller:
         assert rows.shape[2:] == (unit, kv.shape[3]) and num_heads == kv.shape[1], rows.shape
         assert stored_born.shape == stored_token.shape == (self._num_sets, rings)
         assert stored_born.is_contiguous() and stored_token.is_contiguous()
+        assert exchanged.dtype == torch.int64, "32 bits overflow on a busy server"
         check_scales(row_scales, rows, pages["OF_ROWS"])
         self._room, self._most, self._num_heads = triton.next_power_of_2(most), most, num_heads
         shared = {

@@ -617,12 +617,14 @@ def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     key, value = torch.randn(2, sum(tokens), 1, shape.head_size)
     turn = oracle_for(CASCADE, shape, layer).rotate
     step = tokens, [0] * 3, [True] * 3, table, query, key, value, turn
+    many = 2**31 - 1  # after a day of a busy server
+    layer.impl.recall._exchanged += many
     torch.testing.assert_close(layer.step(*step), plain.step(*step), atol=2e-5, rtol=2e-5)
     assert set(judged) == {1, 2}, "two of three at a time"
     for pages, num in zip(table.long(), tokens, strict=True):
         where = pages, layer.spec.schedule.peak_at(num), num
         assert kept_tokens(layer.pages, *where) == kept_tokens(plain.pages, *where)
-    assert layer.impl.recall.exchanged == plain.impl.recall.exchanged == 6
+    assert layer.impl.recall.exchanged - many == plain.impl.recall.exchanged == 6
 
 
 def test_a_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -375,7 +375,7 @@ class Layer:
             **where,
             layer=layer,
             **ring,
-            exchanged=_meta(1, dtype=i32),
+            exchanged=_meta(1, dtype=torch.int64),
             most=shape.recall,
         )
         judged = {"codes": codes, "scales": scales, "capacity": capacity}

@@ -38,6 +38,9 @@ from vllm_cascade.kernels.triton.rotate import rotation_table
 JUNK = 0x7FC07FC0
 """NaN as fp32, and as bf16; a large number as int32."""
 
+MANY = 2**31 - 1
+"""Units that were brought back before: a sum of 32 bits would be negative after the next one."""
+
 
 @dataclass
 class Rings:
@@ -293,7 +296,7 @@ def check_recall(
             rings.born[head_set, places] = torch.randint(
                 0, 200, (number[row],), generator=generator
             ).int()
-    ours, exchanged = cache.to(device), torch.zeros(1, dtype=torch.int32, device=device)
+    ours, exchanged = cache.to(device), torch.full((1,), MANY, device=device)
     rows, row_scales, _, _, born, token = rings.on(device)
     devidence, dsteps, drecall = on(device, evidence.clone(), steps, recall)
     chosen = recall_units(
@@ -321,7 +324,7 @@ def check_recall(
             assert chosen[row, head_set, : now[row]].tolist() == units, (row, head_set)
             came += _place(cache, rings, row, head_set, steps, units, before[row], sinks)
     same("pool", ours.pool, cache.pool)
-    assert int(exchanged) == came
+    assert int(exchanged) == MANY + came
     return 0.0
 
 

@@ -84,7 +84,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 **stored,
                 "layer": layer,
                 **where,
-                "exchanged": torch.zeros(1, dtype=torch.int32),
+                "exchanged": torch.zeros(1, dtype=torch.int64),
                 "most": 3,
             },
         ),

@@ -62,7 +62,7 @@ class LayerRings:
             tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
         )
         self._born, self._token = rings.born[index], rings.token[index]
-        self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
+        self._exchanged = torch.zeros(1, dtype=torch.int64, device=pages.kv.device)
         self._judges: dict[int, Judge] = {}
         self._workspace: Workspace | None = None
         self.judged: list[tuple[RecallRows, torch.Tensor]] | None = None
