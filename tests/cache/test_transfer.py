@@ -43,9 +43,8 @@ def test_what_would_wait_is_found() -> None:
 @pytest.mark.parametrize("path", STEPS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_copy_of_a_step_waits(path: Path) -> None:
     allowed = {
-        # a model's slopes, once; rules of a schedule that is new, from the device to itself
+        # a model's slopes, once
         "slopes.to(device)",
-        "self.rules[:len(further)].copy_(further)",
         # units of policies whose strides run in PyTorch, into the host's memory
         "place.to(self._rows.device)",
         "gone.rows[:, last].to(self._rows.device)",

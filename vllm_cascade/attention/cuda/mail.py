@@ -246,7 +246,7 @@ class DeviceTables:
         num_rows, shift, heads[:, 0] = sent(host, table.device)
         table[:, MORE_IN_TABLE] += shift.repeat_interleave(num_rows, output_size=len(table))
         self.schedules = replace(now, table=table, heads=heads)
-        self.rules[1 : self._used.rules].copy_(rules)
+        self.rules[1 : self._used.rules].copy_(rules, non_blocking=True)
 
 
 def _parts(schedule: Schedule, at: _Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -265,5 +265,5 @@ def _with_room(table: torch.Tensor, rows: int) -> torch.Tensor:
     doubled = 1 << (rows - 1).bit_length()
     room = min(doubled, -(-rows // SPARE_ROWS) * SPARE_ROWS)
     longer = table.new_zeros(room, table.shape[1])
-    longer[: len(table)].copy_(table)
+    longer[: len(table)].copy_(table, non_blocking=True)
     return longer
