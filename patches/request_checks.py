@@ -14,10 +14,10 @@ Removed when: general plugins can validate requests.
 
 import functools
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 from vllm.config import VllmConfig
-from vllm.inputs import split_enc_dec_input
+from vllm.inputs import EngineInput, split_enc_dec_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
@@ -111,7 +111,8 @@ def _check_tokenised(vllm_config: VllmConfig, prompt: Any, params: SamplingParam
 
     if not isinstance(prompt, dict) or "type" not in prompt:
         return
-    _, prompt = split_enc_dec_input(prompt)  # the decoder's; a whole prompt of other models
+    # The decoder's; of other models it is the whole prompt.
+    _, prompt = split_enc_dec_input(cast(EngineInput, prompt))
     length = length_from_prompt_token_ids_or_embeds(
         prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
     )

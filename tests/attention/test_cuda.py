@@ -49,7 +49,6 @@ from vllm_cascade.policies import remembered
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
-from vllm_cascade.step.plan import SPARE
 from vllm_cascade.step.requests import RunnerV2Requests
 
 pytestmark = pytest.mark.usefixtures("triton")

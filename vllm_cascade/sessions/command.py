@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-cascade sessions``: lists, verifies and removes the sessions in a folder.
 
-It needs PyTorch, but no vLLM and no server. A running server goes on with a removed session while it has it in
-memory, and counts a miss when it wants to read its file.
+It needs PyTorch, but no vLLM and no server. A running server goes on with a removed session while
+it has it in memory, and counts a miss when it wants to read its file.
 """
 
 import time

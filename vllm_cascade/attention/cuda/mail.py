@@ -16,7 +16,6 @@ from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, Sc
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.remembered import MAX_ROWS, MAX_SCHEDULES
 from vllm_cascade.policies.schedule import Schedule
-from vllm_cascade.step.plan import SPARE
 
 ALIGNED = 4
 """Rows with block tables that are added together begin at a multiple of this, so that their tables

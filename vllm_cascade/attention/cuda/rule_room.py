@@ -4,9 +4,7 @@
 from vllm_cascade.kernels.columns import MOST_RULES, RULE_COLUMNS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import Schedule, compiled
-
-SPARE = 64
-"""Schedules that fit in the table beyond those of two full batches."""
+from vllm_cascade.step.plan import SPARE
 
 MOST_BYTES = 1 << 28
 """Largest table for kept prompts whose schedules have more rules than ``MOST_RULES``."""
