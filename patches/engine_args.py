@@ -168,7 +168,9 @@ def _wrap_from_cli_args(original):
         merged = merge_settings(engine_args.additional_config, vars(args))
         for name in NAMES:
             vars(args).pop(name, None)
-        args.additional_config = engine_args.additional_config = Shared(merged)
+        if isinstance(merged, dict):
+            merged = Shared(merged)
+        args.additional_config = engine_args.additional_config = merged
         return engine_args
 
     return from_cli_args

@@ -595,11 +595,26 @@ def test_kept_prompts_of_all_lengths_fit(raw: dict[str, Any]) -> None:
     assert tables.rules.data_ptr() == address, "a captured graph has this address"
 
 
+def test_tables_of_counts_hold_no_rules() -> None:
+    """As those that say positions of layers with windows, beside the layers' own."""
+    settings = {"name": "h2o", "budget": 440, "overflow": 100, "keep_prompt": 300}
+    engine = compiled(resolve(settings))
+    tables, own = DeviceTables(engine, torch.device("cpu"), 4, with_rules=False), PerRequest(engine)
+    for kept in range(10, 290, 7):
+        tables.prune()
+        schedule = own.schedule(None, kept)
+        (number,) = tables.numbers([schedule])
+        first, *sizes = tables.schedules.heads[number, :3].tolist()
+        rows = tables.schedules.table[first : first + sum(sizes)].numpy()
+        assert np.array_equal(rows[:, 6], schedule.count) and len(schedule.further)
+    assert len(tables.rules) == 1 and len(DeviceTables(engine, tables.rules.device, 4).rules) > 1024
+
+
 def test_decays_of_budgets_that_are_gone_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor for each decay, and clients choose decays with their budgets."""
     monkeypatch.setattr(remembered, "MAX_SCHEDULES", 2)
     builder = PagedLayer(Shape(), {**CASCADE, "budget": 256}, 3).builder
-    builder.tables._most, table = 1, torch.ones(1, 40, dtype=torch.int32)
+    table = torch.ones(1, 40, dtype=torch.int32)
     for budget in range(64, 256, 16):
         own = compiled(resolve({**CASCADE, "budget": budget}))
         builder.requests.schedules = lambda _, own=own: [own]

@@ -61,6 +61,7 @@ def test_a_model_of_windows_only_says_its_positions_itself() -> None:
     """No other layers' builder is there: positions are still those of the policy."""
     layer = WindowLayer(*CASES["plain"])
     others = layer.builder.frames
+    assert len(others.rules) == 1, "of frames only counts are read"
     alone = type(layer.builder)(
         layer.spec,
         ["window"],

@@ -90,6 +90,22 @@ def test_a_snapshot_serves_prompts_of_other_lengths() -> None:
     assert worker.started == starts
 
 
+@pytest.mark.parametrize("first", [{}, {"kv_keep_prompt": 0}], ids=["whole", "evicted"])
+def test_a_snapshot_serves_no_prompt_that_has_evicted(first: dict[str, int]) -> None:
+    """Of two equal prompts, one keeps its first 64 tokens at 96, and the other only the sinks."""
+    worker = Worker(make_scheduler(KVPolicyScheduler, 200, kv_policy_config=KEEPS))
+    asked = [first, {} if first else {"kv_keep_prompt": 0}]
+    for name, extra_args in zip("ab", asked, strict=True):
+        worker.scheduler.add_request(request(name, list(range(1, 111)), extra_args=extra_args))
+        worker.keys = OneKey()
+        drain(worker)
+    stored = {snapshot.num_tokens for snapshot in worker.scheduler._snapshots._by_key.values()}
+    assert stored == {64, 96} and worker.started == {"a": 0, "b": 0}
+    schedules = [worker.scheduler._requests.schedule(one, 110) for one in asked]
+    assert len({schedule.history(96) for schedule in schedules}) == 2
+    assert len({schedule.history(20) for schedule in schedules}) == 1
+
+
 def test_a_prompt_that_goes_on_keeps_its_first_part() -> None:
     """Streaming input: pages are reserved for the first part's kept tokens."""
     worker = Worker(make_scheduler(KVPolicyScheduler, 60, kv_policy_config=KEEPS))

@@ -121,6 +121,22 @@ def test_turns_that_keep_more_of_their_prompts_continue(keep: int) -> None:
     scheduler.shutdown()
 
 
+def test_a_turn_that_keeps_nothing_reads_a_whole_chat_again() -> None:
+    """The session has all of its tokens; with ``kv_keep_prompt`` 0 some would be gone."""
+    settings = {"kv_sessions": True, "kv_policy": "sink", "kv_budget": 64, "kv_keep_prompt": 128}
+    scheduler = make_scheduler(KVPolicyScheduler, num_pages=80, **settings)
+    history = ask(scheduler, [*range(1, 101)], kv_session="chat")
+    begins = []
+    for asked in ({"kv_keep_prompt": 0}, {}):
+        one = add(scheduler, [*history, 5, 6], kv_session="chat", **asked)
+        output = scheduler.schedule()
+        begins.append(output.scheduled_new_reqs[0].num_computed_tokens)
+        finish_step(scheduler, output)
+        finish(scheduler, one)
+    assert begins == [0, len(history) - 1]
+    scheduler.shutdown()
+
+
 def test_names_are_in_one_file(tmp_path: Path) -> None:
     """A name that is released does not come back; one that moved on is the newest turn's."""
     scheduler = in_folder(tmp_path)

@@ -395,8 +395,14 @@ def test_configurations_of_other_platforms() -> None:
             return "theirs"
 
     own: Any = Own()
-    config = EngineArgs(model=str(MODEL), additional_config=own).create_engine_config()
-    assert config.additional_config is own and config.compute_hash()
+    args = served()
+    args.additional_config = own
+    for made in (
+        EngineArgs(model=str(MODEL), additional_config=own),
+        AsyncEngineArgs.from_cli_args(args),
+    ):
+        config = made.create_engine_config()
+        assert config.additional_config is own and config.compute_hash()
     message = r"--kv-policy is kept in additional_config, which must be a dict, not Own; remove one"
     with pytest.raises(KVPolicyError, match=message):
         EngineArgs(model=str(MODEL), additional_config=own, kv_policy="sink")

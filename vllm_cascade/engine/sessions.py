@@ -238,7 +238,8 @@ class SchedulerSessions:
         """Digest of the settings that the state after so many tokens depends on."""
         known, history = self._policies.setdefault(schedule, {}), schedule.history(num_tokens)
         if history not in known:
-            known[history] = digest(policy_settings(history.policy, self._tables))
+            settings = policy_settings(history.policy, self._tables)
+            known[history] = digest([settings, history.is_whole])
         return known[history]
 
     def _contexts(self, request: Request) -> dict[str, int]:

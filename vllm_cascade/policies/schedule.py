@@ -3,7 +3,7 @@
 
 The number of cached tokens depends only on ``t``, the number of tokens seen. Every policy's rules
 are a transient followed by a period. A step therefore reads one table row for any ``t``, and
-strides that start at the same row share a plan. A step carries its schedule; nothing is keyed on
+strides that start at the same row share a plan. A step carries its schedule; no step hashes
 settings.
 
 The schedule adds three features to every policy:
@@ -61,12 +61,14 @@ class History:
     hashed once, so that no step hashes settings.
 
     Attributes:
-        policy: the settings. ``keep_prompt`` is 0 if nothing has been evicted.
+        policy: the settings; those of a whole cache are without ``keep_prompt``.
+        is_whole: whether nothing has been evicted.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self._hash = hash(policy)
+    def __init__(self, policy: Policy, is_whole: bool) -> None:
+        self.policy = policy.model_copy(update={"keep_prompt": 0}) if is_whole else policy
+        self.is_whole = is_whole
+        self._hash = hash((self.policy, is_whole))
 
     def __hash__(self) -> int:
         return self._hash
@@ -74,7 +76,9 @@ class History:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, History) and self.policy == other.policy
+        if not isinstance(other, History) or self.is_whole != other.is_whole:
+            return False
+        return self.policy == other.policy
 
 
 class Table:
@@ -152,9 +156,7 @@ class Schedule:
         self.scoring = policy.scoring
         self.number = next(_numbers)
         self.arithmetic = _arithmetics.setdefault(self.scoring, Arithmetic(self.scoring))
-        self._own_history = self._whole_history = History(policy)
-        if policy.keep_prompt:
-            self._whole_history = History(policy.model_copy(update={"keep_prompt": 0}))
+        self._own_history, self._whole_history = History(policy, False), History(policy, True)
         self.moves_tokens = policy.arranges or policy.merge_into is not None
         self.lag = policy.score_lag
         self.units = policy.in_units

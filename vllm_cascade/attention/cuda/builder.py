@@ -69,7 +69,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.tables = DeviceTables(self.schedule, device, limits.max_num_seqs)
         self.frames = self.tables  # whose counts say positions
         if self.windowed:
-            self.frames = DeviceTables(self.engine_schedule, device, limits.max_num_seqs)
+            engine, most_requests = self.engine_schedule, limits.max_num_seqs
+            self.frames = DeviceTables(engine, device, most_requests, with_rules=False)
             self.frame_steps = torch.empty(
                 waves, most, STEP_COLUMNS, dtype=torch.int32, device=device
             )

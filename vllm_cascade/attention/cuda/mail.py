@@ -157,14 +157,22 @@ class DeviceTables:
         schedules: the tables of ``kernels/triton/schedule.py``, with room for more rows. They are
             read before a step's layers run, outside graphs, so they may move.
         rules: int32 ``[n, 4]``, further rules of all schedules. Its address never changes.
+
+    Args:
+        max_requests: most rows of a step.
+        with_rules: False: rows are read for their counts only.
     """
 
-    def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Schedule, device: torch.device, max_requests: int, with_rules: bool = True
+    ) -> None:
+        self.engine, self._with_rules = engine, with_rules
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
-        self.rules = zeros(rule_room(engine, max_requests), RULE_COLUMNS)
-        one_step = max_requests * most_rules(engine)
-        self._full = _Sizes(SPARE_ROWS, MAX_SCHEDULES, len(self.rules) - one_step)
+        room, one_step = 1, 0
+        if with_rules:
+            room, one_step = rule_room(engine, max_requests), max_requests * most_rules(engine)
+        self.rules = zeros(room, RULE_COLUMNS)
+        self._full = _Sizes(SPARE_ROWS, MAX_SCHEDULES, room - one_step)
         self.schedules = ScheduleTables(
             table=zeros(0, TABLE_COLUMNS), heads=zeros(0, HEAD_COLUMNS), unit=engine.unit
         )
@@ -205,7 +213,8 @@ class DeviceTables:
         """Add schedules behind those that are there, in one transfer."""
         first, parts = self._used, []
         for schedule in schedules:
-            part = _parts(schedule, self._used)
+            table, heads, rules = _parts(schedule, self._used)
+            part = table, heads, rules if self._with_rules else rules[:0]
             self._place(schedule.number, _Sizes(*map(len, part)))
             parts.append(part)
         assert self._used.rules <= len(self.rules), "keep_prompt changed the number of rules"
