@@ -233,7 +233,8 @@ def test_ranks_that_decide_together_exchange_between_launches(
         assert all(map(torch.equal, *outputs)), (firsts, lengths)
         for layer, other in zip(model.layers, plain.layers, strict=True):
             assert torch.equal(layer.pool, other.pool), (firsts, lengths)
-    assert Repeater.number - before >= 6
+    most = {"recall": 9, "large units": 10}  # fewer variants come twice
+    assert Repeater.number - before >= most.get(name, 12), "exchanges in strides are noted, too"
     kinds = {how for step in asked for how in step}
     wanted = {"mean": {"mean"}, "max": {"max"}, "no scores": set(), "recall": {"mean", "max"}}
     assert kinds == wanted.get(name, {"max", "gather"})
