@@ -91,6 +91,7 @@ def check(case: dict[str, object]) -> None:
 
     import numpy as np
 
+    from tests.conftest import MODEL
     from tests.engine import test_triton_recall as triton
     from tests.engine.pool import EnginePool
     from tests.engine.test_prefix_caching import ask
@@ -98,7 +99,7 @@ def check(case: dict[str, object]) -> None:
 
     policy, pool = case["policy"], EnginePool()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_llama(folder, num_layers=2, tokenizer_from=triton.MODEL, head_dim=16)
+        model = write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
         llm = triton.engine(pool, policy, Path(model), **case["engine"])
         text, prompt = triton.TOKENS[:100], 75
         found = triton.read(llm, [*text, 7], prompt)[:-1]
