@@ -111,7 +111,7 @@ def _check_tokenised(vllm_config: VllmConfig, prompt: Any, params: SamplingParam
 
     if not isinstance(prompt, dict) or "type" not in prompt:
         return
-    # The decoder's; of other models it is the whole prompt.
+    # The decoder's part; models without an encoder have no other.
     _, prompt = split_enc_dec_input(cast(EngineInput, prompt))
     length = length_from_prompt_token_ids_or_embeds(
         prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")

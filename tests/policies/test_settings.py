@@ -615,7 +615,7 @@ def test_tables_of_rules_are_bounded(changed: dict[str, Any], message: str) -> N
     ],
 )
 def test_tables_of_batches_are_bounded(changed: dict[str, Any], fits: int) -> None:
-    """Rules repeat when both the policy's and the batches do."""
+    """Rules repeat after the least common multiple of the policy's period and the batch."""
     message = (
         rf"overflow {changed['overflow']} makes rules .* only after \d+ units: .*it to {fits}$"
     )

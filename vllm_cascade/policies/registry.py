@@ -260,10 +260,12 @@ def _check_fit(
 
 
 def check_batches(policy: Policy) -> None:
-    """Bound the table of rules, whose rows repeat when both the policy's and the batches do.
+    """Check how many rows the table of rules has if ``overflow`` evicts in batches.
+
+    Rules then repeat after the least common multiple of the policy's period and the batch size.
 
     Raises:
-        Misfit: of ``overflow``.
+        Misfit: more than ``MOST_INSERTIONS``; names the nearest smaller ``overflow`` that works.
     """
     batch = policy.in_units.overflow
     if batch == 1 or policy.batches_itself:
