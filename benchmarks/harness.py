@@ -99,6 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--recall", type=int, nargs="*", default=[4, 8, 16, 32], help="recalled units, an arm each"
     )
     only("--haystack", type=Path, default=BOOK, help="a novel as a text file")
+    only("--seed", type=int, default=ruler.SEED, help="of the documents")
     args = parser.parse_args(argv)
     suite = {"num_fewshot": None, "stride": 256, "policy_config": {}, "metadata": {}}
     for key, value in {**suite, **SUITES[args.suite]}.items():
@@ -247,6 +248,7 @@ def shares(args: argparse.Namespace) -> list[Share]:
                 tokenizer,
                 lambda text, answer: as_tokens(tokenizer, text, args.chat, answer),
                 novel,
+                args.seed,
             )
         )
         prompts = tuple(Prompt(one.prompt, one.max_tokens) for one in asked)

@@ -75,13 +75,20 @@ def score(answer: str, expected: Sequence[str]) -> float:
 
 
 def documents(
-    task: str, length: int, count: int, tokenizer: Any, to_prompt: ToPrompt, novel: str
+    task: str,
+    length: int,
+    count: int,
+    tokenizer: Any,
+    to_prompt: ToPrompt,
+    novel: str,
+    seed: int = SEED,
 ) -> list[Document]:
     """Documents of a task. The first ones do not depend on how many are asked for.
 
     Args:
         length: most tokens of a prompt with its answer.
         novel: the haystack; repeated if it is too short.
+        seed: draws needles, places and words; other seeds give other documents.
 
     Raises:
         ValueError: fewer than ``count`` documents of this length can be made.
@@ -92,7 +99,7 @@ def documents(
     words *= length // len(words) + 1
 
     def make(more: int, number: int) -> list[Document]:
-        made = _generate(task, _counting(tokenizer, more), length, number, words)
+        made = _generate(task, _counting(tokenizer, more), length, number, words, seed)
         return [
             Document(
                 task,
@@ -120,13 +127,13 @@ def _counting(tokenizer: Any, more: int) -> Callable[[str], Any]:
 
 
 def _generate(
-    task: str, tokenizer: Any, length: int, count: int, words: list[str]
+    task: str, tokenizer: Any, length: int, count: int, words: list[str], seed: int
 ) -> list[dict[str, Any]]:
     """The harness's own documents: ``input``, ``gen_prefix``, ``outputs``."""
     import numpy as np
 
     made = _generators()
-    seed = zlib.crc32(f"{SEED} {task} {length}".encode())
+    seed = zlib.crc32(f"{seed} {task} {length}".encode())
     random.seed(seed)
     np.random.seed(seed)
     made.cwe.RNG.seed(seed)

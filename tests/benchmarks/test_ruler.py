@@ -39,7 +39,9 @@ def tokenizer() -> Any:
     return load_tokenizer(str(MODEL))
 
 
-def make(tokenizer: Any, task: str, length: int = LENGTH, count: int = COUNT) -> list[Any]:
+def make(
+    tokenizer: Any, task: str, length: int = LENGTH, count: int = COUNT, seed: int = ruler.SEED
+) -> list[Any]:
     """Documents without a chat template, and their text."""
     texts: dict[tuple[int, ...], str] = {}
 
@@ -49,7 +51,7 @@ def make(tokenizer: Any, task: str, length: int = LENGTH, count: int = COUNT) ->
         return tokens
 
     novel = BOOK.read_text("utf-8")
-    made = ruler.documents(task, length, count, tokenizer, to_prompt, novel)
+    made = ruler.documents(task, length, count, tokenizer, to_prompt, novel, seed)
     return [(one, texts[one.prompt]) for one in made]
 
 
@@ -64,6 +66,8 @@ def test_documents(tokenizer: Any, task: str) -> None:
         check_answers(task, text, one.answers)
     again = make(tokenizer, task, count=1)
     assert again[0] == made[0], "a document depends neither on chance nor on how many are made"
+    other = make(tokenizer, task, seed=7)
+    assert not {one.answers for one, _ in made} & {one.answers for one, _ in other}
 
 
 def check_answers(task: str, text: str, answers: tuple[str, ...]) -> None:
