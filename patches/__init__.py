@@ -16,15 +16,21 @@ _applied = False
 
 
 def apply_all() -> None:
-    """Apply every patch. Later calls in the same process do nothing.
+    """Apply every patch, or under an unsupported vLLM version the one that refuses policies.
 
-    Raises:
-        RuntimeError: this vLLM version is not supported.
+    Later calls in the same process do nothing.
     """
     global _applied
     if _applied:
         return
-    check_version()
+    _applied = True
+    if (why := why_unsupported()) is not None:
+        from vllm_cascade.log import logger
+        from vllm_cascade.patches import unsupported
+
+        unsupported.apply(why)
+        logger.warning("%s", why)
+        return
     from vllm_cascade.patches import (
         engine_args,
         max_model_len,
@@ -47,26 +53,24 @@ def apply_all() -> None:
         stat_loggers,
     ):
         patch.apply()
-    _applied = True
 
 
-def check_version(version: str | None = None) -> None:
-    """Check that the patches support a vLLM version.
+def why_unsupported(version: str | None = None) -> str | None:
+    """Why policies cannot run with a vLLM version; None: they can.
 
     Args:
         version: None for the installed one.
-
-    Raises:
-        RuntimeError: they do not; the message lists the supported versions.
     """
     if version is None:
         from vllm import __version__ as version
-    if ".".join(version.split(".")[:2]) not in CHECKED_VERSIONS:
-        supported = ", ".join(f"{checked}.*" for checked in CHECKED_VERSIONS)
-        raise RuntimeError(
-            f"vllm_cascade works with vLLM {supported}, but vLLM {version} is installed. Install a "
-            'matching version, uninstall vllm-cascade, or set VLLM_PLUGINS="" to run stock vLLM.'
-        )
+    if ".".join(version.split(".")[:2]) in CHECKED_VERSIONS:
+        return None
+    checked = ", ".join(f"{one}.*" for one in CHECKED_VERSIONS)
+    return (
+        f"vllm_cascade runs KV policies with vLLM {checked}, but vLLM {version} is installed: "
+        "engines without a policy are stock vLLM's, others do not start. Install a matching "
+        "version to use a policy, or uninstall vllm-cascade"
+    )
 
 
 def kv_cache_planning() -> ModuleType:

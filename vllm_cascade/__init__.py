@@ -24,9 +24,7 @@ __all__ = ["KVPolicyConfig", "KVPolicyError", "__version__", "register"]
 def register() -> None:
     """Patch vLLM to support the policies. This is the plugin entry point; repeated calls are safe.
 
-    Raises:
-        RuntimeError: the patches were not tested with this vLLM version. The error prevents a
-            server from silently running without its policy.
+    With a vLLM version that the patches were not tested with, engines with a policy do not start.
     """
     from vllm_cascade.patches import apply_all
 

@@ -415,13 +415,37 @@ def test_registering_again_changes_nothing() -> None:
     assert before == (EngineArgs.__init__, EngineArgs.create_engine_config)
 
 
-def test_an_unchecked_vllm_is_refused() -> None:
-    patches.check_version("0.32.9")
-    patches.check_version("0.33.0+cpu")
-    for version in ("0.31.2", "0.34.0"):
-        wanted = rf"works with vLLM 0\.32\.\*, 0\.33\.\*, but vLLM {re.escape(version)}"
-        with pytest.raises(RuntimeError, match=wanted):
-            patches.check_version(version)
+UNCHECKED = """
+import vllm
+vllm.__version__ = "0.34.0"
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+def attempt(**settings):
+    try:
+        made = EngineArgs(model=%r, **settings).create_engine_config()
+        print("made", made.scheduler_config.scheduler_cls, made.additional_config)
+    except Exception as error:
+        print("refused", type(error).__name__, error)
+attempt()
+attempt(additional_config={"kv_policy": "full"})
+attempt(additional_config={"kv_policy": "sink", "kv_budget": 64})
+attempt(additional_config={"kv_policy": {"name": "sink"}})
+"""
+
+
+def test_an_unchecked_vllm_runs_no_policy() -> None:
+    """vLLM loads the plugin as in every process, with a version that a test makes up."""
+    assert patches.why_unsupported("0.32.9") is None and patches.why_unsupported("0.33.0+cpu") is None
+    assert "vLLM 0.32.*, 0.33.*, but vLLM 0.31.2" in str(patches.why_unsupported("0.31.2"))
+    command = [sys.executable, "-c", UNCHECKED % str(MODEL)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = [line for line in ran.stdout.splitlines() if line.startswith(("made", "refused"))]
+    assert made[:2] == ["made None {}", "made None {'kv_policy': 'full'}"], ran
+    why = f"refused KVPolicyError {patches.why_unsupported('0.34.0')}"
+    assert made[2:] == [why, why]
+    assert "Traceback" not in ran.stdout + ran.stderr
+    assert "but vLLM 0.34.0 is installed" in ran.stdout + ran.stderr
 
 
 def test_serve_help_lists_the_flags() -> None:
