@@ -152,6 +152,28 @@ def test_a_resumed_request_is_read_again() -> None:
     assert found == expected(tokens)
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["as runners do", "recurrent layers"])
+def test_rows_that_pad_a_full_graph(is_padded: bool) -> None:
+    """The second runner pads ends and lengths; of ``is_prefilling`` only with recurrent layers."""
+    runner = Runner()
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
+    requests = [new(name, [1, 2, 3], 3) for name in "abc"]
+    batch.note(output(*requests))
+    for request in requests:
+        runner.add(request)
+    common = runner.rows(["a", "b", "c"], [3, 0, 7], [5, 3, 5])
+    offsets = torch.tensor([0, 5, 8, 13, 13], dtype=torch.int32)
+    padded = common.replace(
+        num_reqs=4,
+        query_start_loc_cpu=offsets,
+        seq_lens_cpu_upper_bound=torch.tensor([8, 3, 12, 0, 0], dtype=torch.int32),
+    )
+    if is_padded:
+        padded = padded.replace(is_prefilling=torch.tensor([True, True, True, False]))
+    assert batch.prefilling(padded)[:3].tolist() == [False, True, False]
+    assert not batch.prefilling(padded)[3:].any()
+
+
 def test_policies_of_rows_in_the_second_runner() -> None:
     runner = Runner()
     engine = compiled(resolve({"name": "cascade", "budget": 128}))

@@ -46,7 +46,7 @@ class Requests:
         return False
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
-        """bool ``[B]``: whether a row's tokens are part of its prompt."""
+        """bool ``[B]``: whether a row's tokens are part of its prompt; rows of padding may be missing."""
         assert common.is_prefilling is not None, "runners set it"
         return common.is_prefilling.numpy()
 
@@ -220,9 +220,10 @@ class RunnerV2Requests(RunnerRequests):
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         prefilling = super().prefilling(common).copy()
+        num = len(prefilling)  # a full graph's batch is padded in all but this
         assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
-        ends = common.seq_lens_cpu_upper_bound.numpy()
-        firsts = ends[: len(prefilling)] - np.diff(common.query_start_loc_cpu.numpy())
+        ends = common.seq_lens_cpu_upper_bound.numpy()[:num]
+        firsts = ends - np.diff(common.query_start_loc_cpu.numpy())[:num]
         for row, name in enumerate(self.names(common)):
             request = self._requests.get(name or "")
             if request is not None:
