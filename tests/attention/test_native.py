@@ -270,7 +270,9 @@ def layer_and_pages(**settings: Any) -> tuple[Any, Any, int, Any]:
 def test_what_the_library_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     config, pages, heads, schedule = layer_and_pages()
     assert native.refusal(config, pages, heads, schedule, load()) is None
-    gathering = replace(config, gather_heads=lambda mass: mass)
+    together = replace(config, gather_heads=lambda mass: mass)
+    assert native.refusal(together, pages, heads, schedule, load()) is None
+    gathering = replace(together, uses_attention=True)
     assert "tensor-parallel" in native.refusal(gathering, pages, heads, schedule, load())
     assert "more than 256" in native.refusal(config, pages, 512, schedule, load())
     no_fp32 = SimpleNamespace(dtypes=set(), codes=set())

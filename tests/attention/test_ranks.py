@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA path where tensor-parallel ranks decide together whom to keep.
+"""Tensor-parallel ranks that decide together whom to keep, here in the CUDA path.
 
 The other rank's heads are copies of this one's, so that both keep what one alone would: layers
 that exchange scores have to equal the same oracle.
 """
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.distributed
+from vllm.utils.network_utils import get_open_port
 
 from tests.attention import test_paged
 from tests.attention.test_paged import Shape
@@ -56,3 +59,16 @@ def test_two_ranks_with_the_same_heads(reduction: str, monkeypatch: pytest.Monke
     assert asked[how, "prompt"] == reading.count("prompt") > 1, "once a stride"
     assert asked[how, "token"] >= reading.count("token") > 1
     assert {kind for kind, _ in asked} == {how}
+
+
+@pytest.mark.slow
+def test_three_ranks_on_cpus_have_the_same_bits() -> None:
+    """vLLM's own sum of three differs from rank to rank in the last bit."""
+    command = [sys.executable, "-m", "tests.attention.three_ranks"]
+    port = str(get_open_port())
+    ranks = [
+        subprocess.Popen([*command, str(rank), port], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    found = [rank.communicate(timeout=300)[0].split()[-1] for rank in ranks]
+    assert len(set(found)) == 1

@@ -8,6 +8,8 @@ import pytest
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import CASCADE, compare
 
+SINK = {"name": "sink", "budget": 128, "prefill_stride": 64}
+
 
 @pytest.mark.parametrize(
     "policy",
@@ -36,6 +38,8 @@ from tests.engine.test_against_oracle import CASCADE, compare
             },
             marks=pytest.mark.slow,
         ),
+        pytest.param(SINK, marks=pytest.mark.slow),
+        pytest.param({**SINK, "unit": 16, "recall": 3}, marks=pytest.mark.slow),
     ],
     ids=[
         "homogeneous: scores are gathered",
@@ -45,6 +49,8 @@ from tests.engine.test_against_oracle import CASCADE, compare
         "units: their mass is exchanged",
         "recall: what is asked for is gathered",
         "recall per KV head",
+        "no scores: C++",
+        "no scores: C++, and what is asked for is gathered",
     ],
 )
 def test_two_ranks(
@@ -55,9 +61,10 @@ def test_two_ranks(
     # vLLM wants a NUMA node for each rank, or to be told which cores are whose.
     first, *others = sorted(os.sched_getaffinity(0))
     cores = f"{first}|{others[0] if others else first}"
+    of_scores = {"VLLM_CASCADE_CPU": "native"} if policy["name"] == "sink" else {}
     llm = engine_pool.get(
         {**policy, "trace": True},
-        env={"VLLM_CPU_OMP_THREADS_BIND": cores},
+        env={"VLLM_CPU_OMP_THREADS_BIND": cores, **of_scores},
         max_model_len=4096,
         max_num_batched_tokens=300,
         tensor_parallel_size=2,

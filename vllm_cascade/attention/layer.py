@@ -162,10 +162,16 @@ def gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
 
 
 def over_ranks(mass: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Reduce a tensor over all tensor-parallel ranks by ``mean`` or ``max``."""
+    """Reduce a tensor over all tensor-parallel ranks by ``mean`` or ``max``; the same bits on all.
+
+    vLLM's sum on CPUs begins with a rank's own part, so sums of three ranks differ in the last bit.
+    There all ranks get all parts and add them in the order of ranks.
+    """
     from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
     group, mass = get_tp_group(), mass.contiguous()
+    if reduction == "mean" and mass.is_cpu:
+        return group.all_gather(mass.unsqueeze(0), dim=0).mean(0)
     if reduction == "mean":
         return tensor_model_parallel_all_reduce(mass) / group.world_size
     most = torch.distributed.ReduceOp.MAX

@@ -52,8 +52,8 @@ class CPUKVPolicyImpl(SharingImpl):
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare() was not called"
         in_8_bits, native = stores.shape.in_8_bits, None
-        if isinstance(self.path, NativePath):
-            native = self.path.recall(index)
+        if isinstance(self.path, NativePath) and self._layer.gather_heads is None:
+            native = self.path.recall(index)  # ranks that choose together do so in PyTorch
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, native, in_8_bits)
 
     def keep_drafts(self, most_requests: int) -> None:

@@ -20,7 +20,7 @@ def refusal(
     layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule, library: cpp.Library
 ) -> str | None:
     """The reason why the library cannot run a layer, or None if it can."""
-    if layer.gather_heads is not None:
+    if layer.gather_heads is not None and layer.uses_attention:
         return "tensor-parallel ranks exchange scores in the middle of a step"
     for dtype in (_stored(pages), _dtype(layer, pages)):
         if dtype not in library.dtypes | library.codes:
