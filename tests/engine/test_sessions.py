@@ -549,7 +549,8 @@ def test_an_answer_that_the_template_changes(
 
 def test_invalid_names_are_refused(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     llm = engine(engine_pool, CASES["sink"])
-    for arguments in ({"kv_session": ""}, {"kv_session": 7}, {"kv_session_release": True}):
+    invalid: list[str | int] = ["", 7, "a" * 257, "\ud800"]
+    for arguments in (*({"kv_session": name} for name in invalid), {"kv_session_release": True}):
         with pytest.raises(VLLMValidationError, match="must be a name of 1 to 256 characters"):
             ask(llm, book_tokens[:20], extra_args=arguments)
     plain = engine_pool.get(CASES["sink"], max_model_len=4096)

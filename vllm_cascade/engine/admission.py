@@ -185,11 +185,20 @@ def check_session(vllm_config: VllmConfig, params: SamplingParams) -> None:
             asked[0], f"{asked[0]}: this server keeps no sessions; start it with {flags}"
         )
     name = extra_args.get(SESSION)
-    if not isinstance(name, str) or not 0 < len(name) <= 256:
+    if not isinstance(name, str) or not 0 < len(name) <= 256 or not _is_unicode(name):
         raise _refusal(SESSION, f"{SESSION} must be a name of 1 to 256 characters, not {name!r}")
     release = extra_args.get(RELEASE)
     if not isinstance(release, int | None) or release not in (None, 0, 1):
         raise _refusal(RELEASE, f"{RELEASE} must be true or false, not {release!r}")
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with a lone surrogate, which JSON can carry and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_rules(own: Schedule, key: str, most: int | None) -> None:
