@@ -33,6 +33,7 @@ def apply_all() -> None:
         return
     from vllm_cascade.patches import (
         engine_args,
+        environment,
         max_model_len,
         pool_size,
         preload,
@@ -43,6 +44,7 @@ def apply_all() -> None:
     )
 
     for patch in (
+        environment,
         max_model_len,
         engine_args,
         pool_size,

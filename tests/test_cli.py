@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from tests.oracle.unit_cases import CASES as UNIT_CASES
 from vllm_cascade import cli
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
+from vllm_cascade.engine import recall_memory
 from vllm_cascade.policies.registry import POLICIES
 
 
@@ -180,11 +180,24 @@ def test_units_of_a_page_are_left_to_the_engine() -> None:
     cli._check_settings({"name": "sink", "unit": "page", "budget": 256})
 
 
+def test_without_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only the wheel was installed."""
+
+    def missing(args: Any) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(cli, "check", missing)
+    with pytest.raises(SystemExit):
+        cli.main(["check"])
+    said = capsys.readouterr().err
+    assert "check needs torch; install vllm-cascade with its extra cpu or cuda" in said
+
+
 def test_a_pages_engine_takes_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would want 92 % of the machine's to be free, for a single request."""
     for gibibytes, expected in ((40, "10"), (18, "4"), (2, "1")):
-        free = SimpleNamespace(available=gibibytes << 30)
-        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: free)
+        free = gibibytes << 30
+        monkeypatch.setattr(recall_memory, "available_bytes", lambda free=free: free)
         monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
         cli._leave_memory()
         assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == expected

@@ -24,6 +24,8 @@ fail() {
     exit 1
 }
 
+[[ $(uname -s) == Linux ]] || fail "vLLM 0.32.0 has wheels for Linux only, and this is $(uname -s)"
+
 # --- CPU or GPU ---------------------------------------------------------------------------------
 device=${DEVICE:-}
 if [[ -z $device ]]; then
@@ -47,7 +49,6 @@ if [[ -f $STAMP && $(sed -n 1p "$STAMP") == "$want" ]] && "$VENV/bin/python" -c 
 fi
 
 # --- Python -------------------------------------------------------------------------------------
-[[ $(uname -s) == Linux ]] || fail "vLLM 0.32.0 has wheels for Linux only, and this is $(uname -s)"
 suitable='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
 python=
 for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
@@ -65,15 +66,17 @@ started=$SECONDS
 venv_of_pip() { "$VENV/bin/pip" --version 2>/dev/null | sed 's/.* from \(.*\)\/lib\/python.*/\1/'; }
 if [[ -e $VENV ]]; then
     if ! "$VENV/bin/python" -c "$suitable" 2>/dev/null \
-        || [[ $(realpath "$(venv_of_pip)") != "$(realpath "$VENV")" ]] \
+        || [[ $(realpath "$(venv_of_pip)" 2>/dev/null) != "$(realpath "$VENV")" ]] \
         || [[ -f $STAMP && $(sed -n 2p "$STAMP") != "$device" ]]; then
-        [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away"
+        [[ -f $LOG ]] || fail "$VENV cannot be used: it has no pip or another Python, or was moved" \
+            "This script did not make it and does not remove it. Move it away."
         say "making $VENV again (it is broken, was moved, or is for another kind of machine)"
         rm -rf "$VENV"
     fi
 fi
 if [[ ! -e $VENV ]]; then
     say "$VENV with $("$python" --version) ($python)"
+    mkdir "$VENV" && : >"$LOG" # says whose it is, should this be interrupted
     "$python" -m venv "$VENV" >/dev/null || {
         rm -rf "$VENV"
         fail "could not make a virtual environment" \

@@ -180,9 +180,9 @@ def _leave_memory() -> None:
 
     By default it wants 92 % of all memory to be free. One request at a time is all that runs.
     """
-    import psutil  # vLLM needs it, too
+    from vllm_cascade.engine.recall_memory import available_bytes
 
-    gigabytes = psutil.virtual_memory().available // 4 >> 30
+    gigabytes = available_bytes() // 4 >> 30
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(gigabytes, 1)))
 
 
@@ -379,6 +379,10 @@ def main(argv: list[str] | None = None) -> None:
         commands[args.command](args)
     except (ValueError, OSError) as error:
         main_parser.error(str(error))
+    except ModuleNotFoundError as error:
+        main_parser.error(
+            f"{args.command} needs {error.name}; install vllm-cascade with its extra cpu or cuda"
+        )
 
 
 if __name__ == "__main__":

@@ -87,20 +87,22 @@ def build(
 
     Args:
         folder: cache of libraries; None: ``cache_folder()``. If it is read-only and lacks the
-            library, a temporary folder of this user is used, the same for all processes.
+            library, or none may be executed there, a temporary folder of this user is used, the
+            same for all processes.
         name: the library's.
         source: its only file, which includes no other of ours; None: all files of this folder.
 
     Raises:
-        BuildError: there is no compiler, it failed, or no folder can be written.
+        BuildError: there is no compiler, it failed, or no folder can be used.
     """
     read = sorted(SOURCES.glob("*.[ch]*")) if source is None else [source]
     compiler = find_compiler()
     folder, name = folder or cache_folder(), f"{name}-{_key(compiler, flags, read)}.so"
-    if _is_whole(folder / name):
+    executes = _can_execute(folder)
+    if executes and _is_whole(folder / name):
         return folder / name
     try:
-        if not _can_write(folder):
+        if not executes or not _can_write(folder):
             folder = _temporary_folder()
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -112,10 +114,18 @@ def build(
     return folder / name
 
 
+def _can_execute(folder: Path) -> bool:
+    """False on a file system that is mounted with ``noexec``."""
+    while not folder.exists():
+        folder = folder.parent
+    return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+
+
 def _can_write(folder: Path) -> bool:
+    """Whether files can be made here; where several users may, the lock is the first one's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=folder), open(folder / "lock", "a"):
             return True
     except OSError:
         return False
@@ -125,13 +135,18 @@ def _temporary_folder() -> Path:
     """A temporary folder that only this user can write, because its libraries are executed.
 
     Raises:
-        BuildError: other users can write it.
+        BuildError: other users can write it, or its files may not be executed.
     """
     folder = Path(tempfile.gettempdir()) / f"vllm_cascade-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise BuildError(f"{folder} is not this user's alone; remove it, or set VLLM_CACHE_ROOT")
+    if not _can_execute(folder):
+        raise BuildError(
+            f"neither vLLM's cache folder nor {folder} can be used (read-only, or mounted with "
+            "noexec); set VLLM_CACHE_ROOT to another folder"
+        )
     return folder
 
 

@@ -509,6 +509,44 @@ def test_a_temporary_folder_of_somebody_elses(
         build.build(tmp_path / "file" / "cache")
 
 
+def forbid(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Mount them with ``noexec``, as far as Python is told."""
+    ask = os.statvfs
+
+    def statvfs(path: Path) -> Any:
+        if not any(Path(path).is_relative_to(folder) for folder in folders):
+            return ask(path)
+        return SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
+
+    monkeypatch.setattr(build.os, "statvfs", statvfs)
+
+
+def test_a_folder_without_execution(
+    compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that is there already does not load either."""
+    cache = tmp_path / "cache"
+    before = build.build(cache)
+    forbid(monkeypatch, cache)
+    built = build.build(cache)
+    assert built.name == before.name and built.parent.parent == temporary
+    forbid(monkeypatch, cache, temporary)
+    with pytest.raises(build.BuildError, match=r"noexec.*; set VLLM_CACHE_ROOT to another folder"):
+        build.build(cache)
+
+
+def test_a_folder_with_another_users_lock(
+    compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if file == tmp_path / "cache" / "lock" and mode != "r":
+            raise PermissionError(13, "Permission denied")
+        return open(file, mode, *args, **kwargs)
+
+    monkeypatch.setattr(build, "open", refusing, raising=False)
+    assert build.build(tmp_path / "cache").parent.parent == temporary
+
+
 def test_a_library_on_a_path_that_is_only_read(
     compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -405,6 +405,7 @@ def test_memory_of_a_container(
     (tmp_path / "memory").mkdir()
     gib = 2**30
     monkeypatch.setattr(recall_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(recall_memory, "MEMBERSHIP", tmp_path / "none")
     host = SimpleNamespace(available=64 * gib)
     monkeypatch.setattr(recall_memory.psutil, "virtual_memory", lambda: host)
     (tmp_path / version["limit"]).write_text(f"{12 * gib}\n")
@@ -417,3 +418,49 @@ def test_memory_of_a_container(
     for without in ("max\n", f"{2**63 - 4096}\n"):  # as the two versions say it
         (tmp_path / version["limit"]).write_text(without)
         assert recall_memory.available_bytes() == 3 * gib
+
+
+@pytest.mark.parametrize(
+    ("root", "line", "names"),
+    [
+        ("memory", "9:cpu,memory:{}", VERSION_1),
+        ("", "0::{}", VERSION_2),
+    ],
+    ids=["v1", "v2"],
+)
+def test_memory_of_a_group_within_groups(
+    root: str,
+    line: str,
+    names: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The unit has 8 GiB and uses 1; the groups above it have 6 left, and no limit."""
+    gib = 2**30
+    monkeypatch.setattr(recall_memory, "CGROUP", tmp_path / "groups")
+    monkeypatch.setattr(recall_memory, "MEMBERSHIP", tmp_path / "membership")
+    host = SimpleNamespace(available=256 * gib)
+    monkeypatch.setattr(recall_memory.psutil, "virtual_memory", lambda: host)
+    limit, used = (Path(names[key]).name for key in ("limit", "used"))
+    cache = names["stat"][1]
+    folder = tmp_path / "groups" / root
+    for name, most, taken in (
+        ("", None, 0),
+        ("system.slice", 20 * gib, 14 * gib),
+        ("system.slice/vllm.service", 8 * gib, gib),
+    ):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / limit).write_text("max" if most is None else f"{most}")
+        (folder / name / used).write_text(f"{taken}")
+        (folder / name / "memory.stat").write_text(f"{cache} 0\n")
+    for path, free in (
+        ("/system.slice/vllm.service", 6),
+        ("/system.slice", 6),
+        ("/", 256),
+        ("/of/another/namespace", 256),
+    ):
+        (tmp_path / "membership").write_text(f"1:cpuset:/\n{line.format(path)}\n")
+        assert recall_memory.available_bytes() == free * gib
+    (folder / "system.slice" / used).write_text(f"{2 * gib}")
+    (tmp_path / "membership").write_text(line.format("/system.slice/vllm.service"))
+    assert recall_memory.available_bytes() == 7 * gib

@@ -540,6 +540,16 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
         certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, "never")
 
 
+def test_a_cache_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folder: the check runs."""
+
+    def denied(file: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert not certify._is_kept(Path("/root/checks/verdict.json"))
+
+
 @pytest.mark.parametrize("step", ["write", "fsync", "replace"])
 def test_a_verdict_that_cannot_be_written_does_not_count(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

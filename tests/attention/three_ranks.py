@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of three tensor-parallel ranks on CPUs: prints a digest of what they reduce together.
 
-    python -m tests.attention.three_ranks RANK PORT
+python -m tests.attention.three_ranks RANK PORT
 """
 
 import hashlib

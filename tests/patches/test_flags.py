@@ -15,17 +15,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.cli import snapshot
 from vllm.entrypoints.cli.preload import PreloadSubcommand
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_cascade.engine.configure
-from tests.conftest import MODEL
+from tests.conftest import MODEL, ROOT
 from tests.patches import front_end
 from vllm_cascade import patches
 from vllm_cascade.engine import recall_memory
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
+from vllm_cascade.patches import environment
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
@@ -415,6 +418,21 @@ def test_registering_again_changes_nothing() -> None:
     assert before == (EngineArgs.__init__, EngineArgs.create_engine_config)
 
 
+def test_vllm_knows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(envs.environment_variables)
+    monkeypatch.setattr(envs, "environment_variables", known)
+    monkeypatch.setenv("VLLM_CASCADE_CPU", "pytorch")
+    monkeypatch.delenv("VLLM_CASCADE_LAUNCHES", raising=False)
+    with pytest.raises(ValueError, match=r"Unknown vLLM environment .*VLLM_CASCADE_CPU"):
+        current_platform.validate_environ(True)
+    environment.apply()
+    current_platform.validate_environ(True)
+    assert envs.VLLM_CASCADE_CPU == "pytorch" and "VLLM_CASCADE_LAUNCHES" not in known
+    sources = (ROOT / "vllm_cascade").rglob("*.py")
+    text = "".join(file.read_text("utf-8") for file in sources)
+    assert set(re.findall(r"VLLM_CASCADE_[A-Z]+", text)) == set(environment.NAMES)
+
+
 UNCHECKED = """
 import vllm
 vllm.__version__ = "0.34.0"
@@ -436,7 +454,9 @@ attempt(additional_config={"kv_policy": {"name": "sink"}})
 
 def test_an_unchecked_vllm_runs_no_policy() -> None:
     """vLLM loads the plugin as in every process, with a version that a test makes up."""
-    assert patches.why_unsupported("0.32.9") is None and patches.why_unsupported("0.33.0+cpu") is None
+    assert (
+        patches.why_unsupported("0.32.9") is None and patches.why_unsupported("0.33.0+cpu") is None
+    )
     assert "vLLM 0.32.*, 0.33.*, but vLLM 0.31.2" in str(patches.why_unsupported("0.31.2"))
     command = [sys.executable, "-c", UNCHECKED % str(MODEL)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -6,6 +6,7 @@ has a bound of its own.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,17 +27,17 @@ from vllm_cascade.recall.memory import GIB, RecallMemory, check_one_fits
 
 SHARE = 0.25
 """Part of the host's available memory that the default of ``recall_memory`` may take."""
-CGROUP = Path("/sys/fs/cgroup")
-LIMITS = (
-    ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
+CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+VERSIONS = (
+    ("", "", "memory.max", "memory.current", "inactive_file"),
     (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        ("memory/memory.stat", "total_inactive_file"),
+        *("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
     ),
 )
-"""Of control groups in both versions: the limit, what is used, and which part of that is a cache of
-files, which the kernel gives up for a process that asks for memory."""
+"""Of control groups in versions 2 and 1: the controller in ``MEMBERSHIP``, its folder, the limit,
+what is used, and which part of that is a cache of files, which the kernel gives up for a process
+that asks for memory."""
 
 UNLIMITED = "full_attention", "attention"
 LIMITS_OF_KINDS = {
@@ -47,16 +48,36 @@ LIMITS_OF_KINDS = {
 
 
 def available_bytes() -> int:
-    """Host memory that this process may still take, within its control group."""
+    """Host memory that this process may still take, within its control groups."""
     free = psutil.virtual_memory().available
-    for limit, used, cache in LIMITS:
+    for group, limit, used, cache in _control_groups():
         try:
-            most = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
-            stat = dict(line.split() for line in (CGROUP / cache[0]).read_text().splitlines())
-            free = min(free, most + int(stat[cache[1]]))
+            most = int((group / limit).read_text()) - int((group / used).read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            free = min(free, most + int(dict(line.split() for line in lines)[cache]))
         except (OSError, ValueError, KeyError):  # no such control group, or no limit ("max")
             continue
     return free
+
+
+def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
+    """The folder of each group that this process is in, and the names of its numbers.
+
+    A unit of systemd or a job of Slurm is a group within groups, each with a limit of its own.
+    """
+    paths: dict[str, str] = {}
+    try:
+        for line in MEMBERSHIP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
+    except (OSError, ValueError):  # not Linux's
+        pass
+    for controller, name, *names in VERSIONS:
+        root = CGROUP / name
+        group = root / paths.get(controller, "")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                yield folder, *names
 
 
 def unit_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:

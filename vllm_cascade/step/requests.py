@@ -46,7 +46,10 @@ class Requests:
         return False
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
-        """bool ``[B]``: whether a row's tokens are part of its prompt; rows of padding may be missing."""
+        """bool ``[B]``: whether a row's tokens are part of its prompt.
+
+        Rows of padding may be missing.
+        """
         assert common.is_prefilling is not None, "runners set it"
         return common.is_prefilling.numpy()
 
