@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from vllm import envs
 from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -437,7 +438,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         "in the model's own type or in 8 bits",
     ),
 }
-ENVIRONMENT = {"Model Runner V2 on the CPU", "Rust front-end"}
+ENVIRONMENT = {"Model Runner V2 on the CPU", "Rust front-end", "Ray's first executor"}
 
 
 def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
@@ -965,6 +966,19 @@ def test_refused_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "none")
     with pytest.raises(KVPolicyError, match=r"VLLM_USE_RUST_FRONTEND=1 .* unset it"):
         create(MODEL)
+
+
+@pytest.mark.skipif(
+    not hasattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"), reason="vLLM 0.33 has one executor"
+)
+def test_refused_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = refusal_of("Ray's first executor")
+    for backend, chosen, expected in (("ray", "0", True), ("ray", "1", False), ("mp", "0", False)):
+        monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", chosen)
+        parallel = SimpleNamespace(distributed_executor_backend=backend)
+        config = SimpleNamespace(parallel_config=parallel)
+        assert entry.applies(config, resolve({"name": "sink"})) == expected
+    assert "unset it" in entry.message
 
 
 def test_refused_micro_batches() -> None:

@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +73,23 @@ def test_requests_are_judged_apart_and_forgotten() -> None:
     judge.forget("1")
     judge.forget("unknown")
     assert len(judge) == 1
+
+
+def test_layers_of_several_shapes_read_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks for the same tokens, and the stream is not read again from its start."""
+    read: list[int] = []
+    own = TokenImportance._read
+
+    def counted(self: TokenImportance, stream: Any, tokens: list[int], lag: int) -> list[float]:
+        read.append(len(tokens))
+        return own(self, stream, tokens, lag)
+
+    monkeypatch.setattr(TokenImportance, "_read", counted)
+    tokens, judge = np.arange(40) % 7, TokenImportance("tfidf", ENDS, None)
+    for begin, end in ((0, 25), (25, 33), (33, 34)):
+        first, second = (judge.advance("a", tokens, begin, end, 2) for _ in range(2))
+        assert first.tolist() == second.tolist() and len(first) == end - begin
+    assert read == [0, 25, 8, 1]
 
 
 def test_a_reused_name_is_a_new_stream() -> None:

@@ -274,6 +274,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "vLLM's front-end in Python only; unset it",
     ),
     Refusal(
+        "Ray's first executor",
+        lambda config, _: (
+            config.parallel_config.distributed_executor_backend == "ray"
+            and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # gone in vLLM 0.33
+        ),
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 cannot be combined with --kv-policy: that executor "
+        "calls the model without the worker, which tells the policy of a step's requests; unset it",
+    ),
+    Refusal(
         "block events",
         lambda config, _: (
             (events := config.kv_events_config) is not None and events.enable_kv_cache_events

@@ -121,10 +121,17 @@ RULES = {"tfidf": tfidf, "tfidf_sklearn": tfidf_sklearn}
 
 @dataclass
 class _Stream:
-    """State of one request: its corpus, its current sentence and its unscored tokens."""
+    """State of one request: its corpus, its current sentence and its unscored tokens.
+
+    Attributes:
+        last: the first index of the tokens that were read last, and those tokens.
+        judged: the scores that were given for them.
+    """
 
     corpus: Corpus
     num_tokens: int = 0
+    last: tuple[int, list[int]] | None = None
+    judged: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     sentence: Counter[int] = field(default_factory=Counter)
     sentence_length: int = 0
     ended: bool = False
@@ -155,7 +162,8 @@ class TokenImportance:
         """Read tokens ``[begin, end)`` of a stream and score tokens ``[begin - lag, end - lag)``.
 
         If the stored stream does not end at ``begin`` (after a preemption or a snapshot), it is
-        read again from the start.
+        read again from the start. If it was given these tokens last, their scores are given again:
+        layers of several shapes ask for them one after the other.
 
         Args:
             tokens: int ``[n]``, token ids of the stream, with ``n >= end``.
@@ -165,13 +173,16 @@ class TokenImportance:
             fp32 ``[end - begin]``, one score per token of ``[begin - lag, end - lag)``; 0 for
             negative indices.
         """
-        stream = self._streams.get(request_id)
+        stream, last = self._streams.get(request_id), (begin, tokens[begin:end].tolist())
+        if stream is not None and stream.last == last:
+            return stream.judged
         if stream is None or stream.num_tokens != begin:
             stream = _Stream(self._table if self._table is not None else OwnPast())
             self._streams[request_id] = stream
             self._read(stream, tokens[:begin].tolist(), lag)
-        judged = self._read(stream, tokens[begin:end].tolist(), lag)
-        return np.asarray(judged, dtype=np.float32)
+        judged = self._read(stream, last[1], lag)
+        stream.last, stream.judged = last, np.asarray(judged, dtype=np.float32)
+        return stream.judged
 
     def forget(self, request_id: str) -> None:
         """Drop a stream, if there is one. Its tokens are read again should it go on."""
