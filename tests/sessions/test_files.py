@@ -2,6 +2,7 @@
 """Files of sessions: a damaged or foreign file never gives a state, whatever happened to it."""
 
 import errno
+import io
 import os
 import random
 import resource
@@ -137,6 +138,67 @@ def test_a_file_that_is_cut_short(length: int, tmp_path: Path) -> None:
     path.write_bytes(content + b"x")
     with pytest.raises(Unusable, match="as many as its header says"):
         read(path)
+
+
+class Failing(io.FileIO):
+    """A file on a disk that has a bad sector behind its first page."""
+
+    def readinto(self, buffer: Any) -> int:
+        if self.tell() >= 4096:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(memoryview(buffer)[:4096])
+
+
+def test_a_file_is_checked_before_it_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mapping a read error is SIGBUS, which ends the process."""
+    path, mapped, one = tmp_path / "x.units", [], {"a": torch.arange(5000)}
+    write(path, header_of(session()), one)
+    assert same(read(path, ENGINE, mapped=True)[1], one)
+    monkeypatch.setattr(torch, "from_file", lambda *args, **_: mapped.append(args))
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", lambda one, _: io.BufferedReader(Failing(one)))
+        with pytest.raises(Unusable, match="Input/output error") as found:
+            read(path, ENGINE, mapped=True)
+    assert found.value.reason == "io"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Unusable, match="the checksum is wrong"):
+        read(path, ENGINE, mapped=True)
+    assert not mapped
+
+
+@pytest.mark.parametrize("at", ["_description", "_checksum"])
+def test_a_file_that_is_cut_short_while_it_is_read(at: str, tmp_path: Path) -> None:
+    """In a process of its own, which SIGBUS would end."""
+    path = tmp_path / "x.units"
+    write(path, header_of(session()), {"a": torch.arange(5000)})
+    code = f"""
+import os
+from pathlib import Path
+from vllm_cascade.sessions import files
+path, plain = Path({str(path)!r}), files.{at}
+def cut(*args):
+    found = plain(*args)
+    os.truncate(path, 9000)
+    return found
+files.{at} = cut
+try:
+    files.read(path, mapped=True)
+except files.Unusable as error:
+    print(error.reason, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("damaged ")
+    assert "cut short" in done.stdout
 
 
 @pytest.mark.parametrize("key", FOREIGN)

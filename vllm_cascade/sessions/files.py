@@ -44,6 +44,8 @@ DTYPES = {
 }
 """Names in safetensors of the types of tensors in files."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
+MOST_BUFFERED = 1 << 18
+"""Bytes read at a time of a file that is checked before it is mapped."""
 
 
 class Unusable(Exception):
@@ -105,23 +107,43 @@ def _raw(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _checksum(header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Digest of a header without its checksum, and of all tensors with their types and shapes.
+def _checksum(header: Mapping[str, str], parts: Mapping[str, tuple[str, list[int], str]]) -> str:
+    """Digest of a header without its checksum, and of all tensors.
 
-    Tensors enter by their XXH3, which is computed as fast as memory is read.
+    Args:
+        parts: type, shape and XXH3 of each tensor.
     """
     digest = hashlib.blake2b(digest_size=16)
     plain = {key: value for key, value in header.items() if key != "checksum"}
     digest.update(json.dumps(plain, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        entry = [
-            name,
-            DTYPES[tensor.dtype],
-            list(tensor.shape),
-            xxhash.xxh3_128_hexdigest(_raw(tensor)),
-        ]
-        digest.update(json.dumps(entry).encode())
+    for name, part in sorted(parts.items()):
+        digest.update(json.dumps([name, *part]).encode())
     return digest.hexdigest()
+
+
+def _part(tensor: torch.Tensor) -> tuple[str, list[int], str]:
+    """What a checksum takes of a tensor. XXH3 is computed as fast as memory is read."""
+    return DTYPES[tensor.dtype], list(tensor.shape), xxhash.xxh3_128_hexdigest(_raw(tensor))
+
+
+def _part_of_file(file: BufferedReader, entry: Mapping[str, Any]) -> tuple[str, list[int], str]:
+    """What a checksum takes of the next tensor in a file, read through a small buffer.
+
+    In a mapping a read error, or a file that was cut short, would end the process by SIGBUS.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it ends too early.
+    """
+    begin, end = entry["data_offsets"]
+    digest, left, buffer = xxhash.xxh3_128(), end - begin, memoryview(bytearray(MOST_BUFFERED))
+    while left > 0:
+        num = file.readinto(buffer[:left])
+        if not num:
+            raise ValueError("a tensor is cut short")
+        digest.update(buffer[:num])
+        left -= num
+    return entry["dtype"], entry["shape"], digest.hexdigest()
 
 
 def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
@@ -133,7 +155,8 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
     Raises:
         OSError: the file cannot be written; nothing is left of it.
     """
-    metadata = {**header, "checksum": _checksum(header, tensors)}
+    parts = {name: _part(tensor) for name, tensor in tensors.items()}
+    metadata = {**header, "checksum": _checksum(header, parts)}
     description: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in sorted(tensors.items()):
@@ -198,24 +221,27 @@ def _description(file: BufferedReader) -> dict[str, Any]:
     return found
 
 
-def _mapping(file: BufferedReader) -> torch.Tensor:
-    """What follows in a file, uint8, in private memory that the file fills on first use.
+def _mapping(file: BufferedReader, begin: int) -> torch.Tensor:
+    """What a file has from ``begin`` to where it stands, in memory that it fills on first use.
 
     Unlike ``mmap``, PyTorch keeps no file descriptor, of which a process often has 1,024.
 
     Raises:
         OSError: the file cannot be mapped.
+        ValueError: it is not as long any more.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = file.tell()
+    if os.fstat(file.fileno()).st_size != size:
+        raise ValueError("the file was cut short while it was read")
     try:
         content = torch.from_file(file.name, False, size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"{file.name} cannot be mapped: {error}") from error
-    return content[file.tell() :]
+    return content[begin:]
 
 
 def _tensor(
-    file: BufferedReader, entry: Mapping[str, Any], mapping: torch.Tensor | None
+    file: BufferedReader, entry: Mapping[str, Any], mapping: torch.Tensor | None = None
 ) -> torch.Tensor:
     shape, dtype = entry["shape"], TYPES[entry["dtype"]]
     begin, end = entry["data_offsets"]
@@ -262,10 +288,17 @@ def read(
         description = _description(file)
         header = dict(description.pop("__metadata__"))
         order = sorted(description.items(), key=lambda item: item[1]["data_offsets"])
-        mapping = _mapping(file) if mapped and order else None
-        tensors = {name: _tensor(file, entry, mapping) for name, entry in order}
-        if _checksum(header, tensors) != header.get("checksum"):
+        begin, tensors = file.tell(), {}
+        if mapped:
+            parts = {name: _part_of_file(file, entry) for name, entry in order}
+        else:
+            tensors = {name: _tensor(file, entry) for name, entry in order}
+            parts = {name: _part(tensor) for name, tensor in tensors.items()}
+        if _checksum(header, parts) != header.get("checksum"):
             raise ValueError("the checksum is wrong")
+        if mapped and order:
+            mapping = _mapping(file, begin)
+            tensors = {name: _tensor(file, entry, mapping) for name, entry in order}
     wrong = [key for key, value in (expected or {}).items() if header.get(key) != value]
     if wrong:
         reason = "foreign" if set(wrong) & set(FOREIGN) else "damaged"
