@@ -206,6 +206,33 @@ def test_units_stay_while_a_header_cannot_be_read(
     chat.worker.close()
 
 
+def test_units_stay_when_a_scan_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins anew: half a table would call files unused that other sessions list."""
+    chat = Chat(tmp_path)
+    first, second = chat.turn(32), chat.turn(16)
+    chat.worker.close()
+    chat.worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    assert chat.worker._pieces is not None
+    read_header, count = files.read_header, iter(range(100))
+
+    def fail(path: Path) -> dict[str, str]:
+        if next(count) == 1:
+            raise MemoryError
+        return read_header(path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "read_header", fail)
+        with pytest.raises(MemoryError):
+            chat.worker._pieces.load()
+    for one in (first, second):
+        listed = {name for name, _ in pieces_in(chat, one)}
+        used = chat.worker._pieces._used()
+        assert {name for name, users in used.items() if one.id in users} == listed
+    chat.worker.close()
+
+
 @pytest.mark.parametrize("damage", ["cut", "altered", "swapped", "gone"])
 def test_damaged_units_give_no_session(damage: str, tmp_path: Path) -> None:
     """Neither of those that share them; one that does not is read."""

@@ -132,19 +132,24 @@ class Pieces:
         """
         with self._loading:
             if self._users is None:
-                self._users = {}
-                for path in self._folder.glob(f"[!.]*.{self._rank}{files.SUFFIX}"):
-                    try:
-                        session, _, _ = files.parts_of(path.name)
-                        listed = files.pieces_of(files.read_header(path))
-                    except ValueError:
-                        continue
-                    except files.Unusable as error:
-                        self._complete &= error.reason != "io"
-                        continue
-                    for name, _ in listed:
-                        self._users.setdefault(name, set()).add(session)
+                self._users = self._found()
         return self._users
+
+    def _found(self) -> dict[str, set[str]]:
+        """The sessions that list each file in the folder."""
+        found: dict[str, set[str]] = {}
+        for path in self._folder.glob(f"[!.]*.{self._rank}{files.SUFFIX}"):
+            try:
+                session, _, _ = files.parts_of(path.name)
+                listed = files.pieces_of(files.read_header(path))
+            except ValueError:
+                continue
+            except files.Unusable as error:
+                self._complete &= error.reason != "io"
+                continue
+            for name, _ in listed:
+                found.setdefault(name, set()).add(session)
+        return found
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
