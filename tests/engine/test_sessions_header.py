@@ -185,6 +185,16 @@ def test_a_smaller_bound_keeps_pinned_sessions_first(
     assert [one.name for one in index._sessions.values()] == ["scope mine", None]
 
 
+def test_a_bound_that_the_disk_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Folder, "room", lambda _: 3 << 30)
+    for bound, warned in ((3 << 30, False), (4 << 30, True)):
+        _, said = scanned(tmp_path, monkeypatch, disk_bytes=bound)
+        assert bool(said) == warned
+    assert "--kv-sessions-disk is 4.00 GiB, but" in said[0] and "room for 3.00 GiB" in said[0]
+
+
 def test_expired_and_large_sessions_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,6 +316,18 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
+def test_room_for_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free, and what sessions have; damaged files and others' count as used."""
+    folder = Folder(tmp_path)
+    folder.open()
+    for name in ("a.session", "b.units", "c.txt", f"{DAMAGED}/d.session"):
+        (tmp_path / name).write_bytes(bytes(10))
+    free = SimpleNamespace(free=1000)
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: free)
+    assert folder.room() == 1020
+    folder.close()
+
+
 def test_entries(tmp_path: Path) -> None:
     """Sessions of one and of two ranks; one without a rank, one renamed, one that is not ours."""
     folder = Folder(tmp_path)
@@ -399,10 +412,12 @@ def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
         report = worker.take_report()
         total.written += report.written
         total.unwritten += report.unwritten
+        total.full |= report.full
         total.stamps |= report.stamps
         total.read |= report.read
         total.unreadable |= report.unreadable
-        if sum(map(len, vars(total).values())) - len(total.stamps) >= wanted:
+        outcomes = (total.written, total.unwritten, total.read, total.unreadable)
+        if sum(map(len, outcomes)) >= wanted:
             return total
         time.sleep(0.01)
     raise TimeoutError
@@ -577,7 +592,8 @@ def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     one = session()
     save = Command("save", one.id, pages=(1,))
     worker.execute([save, Command("write", one.id, header=header_of(one))])
-    assert wait(worker).unwritten == [one.id]
+    report = wait(worker)
+    assert report.unwritten == [one.id] and report.full
     worker.execute([Command("restore", one.id, pages=(2,))])
     worker.close()
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))

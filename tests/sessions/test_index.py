@@ -201,6 +201,28 @@ def test_an_unwritten_session_is_still_in_memory() -> None:
     assert index.used == {"memory": 10, "disk": 0} and index.counters.misses["unwritten"] == 1
 
 
+def test_a_disk_that_is_smaller_than_the_bound() -> None:
+    """What is there when it is full becomes the bound, and the oldest makes room from then on."""
+    index = SessionIndex(1000, disk_bytes=10**9)
+    first, second = keep(index, [1]), keep(index, [2])
+    written(index)
+    third = keep(index, [3])
+    index.take_commands()
+    index.note(Report(unwritten=[third], full=True))
+    assert index.disk_bytes == 20 and index.counters.misses == {"unwritten": 1}
+    index.take_commands()
+    fourth = keep(index, [4])
+    commands = [(c.op, c.id) for c in written(index)]
+    assert commands == [("save", fourth), ("remove", first), ("write", fourth)] and second
+    assert index.used["disk"] == 20
+    empty = SessionIndex(1000, disk_bytes=10**9)  # others have filled the disk
+    keep(empty, [1])
+    empty.take_commands()
+    empty.note(Report(unwritten=[first], full=True))
+    keep(empty, [2])
+    assert empty.disk_bytes == 10 and "write" in ops(empty), "it may have room again"
+
+
 def test_time_to_live() -> None:
     index = SessionIndex(100, ttl=60)
     keep(index, [1], now=0)

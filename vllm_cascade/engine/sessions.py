@@ -159,6 +159,7 @@ class SchedulerSessions:
                 self._foreign_units.update(name for name, _ in entry.pieces)
         folder.remove_unused()
         self._say_foreign(folder, Counter(filter(None, differs.values())))
+        self._say_small(folder)
 
     def _put_aside(self, folder: Folder, bad: Sequence[Bad]) -> None:
         """Do with files that no session can be read from what their reasons ask for."""
@@ -188,6 +189,18 @@ class SchedulerSessions:
                 "used; give each engine a --kv-sessions-dir of its own",
                 *(number, folder.path, what),
             )
+
+    def _say_small(self, folder: Folder) -> None:
+        """Warn if the bound is more than the disk can hold."""
+        with suppress(OSError):
+            room = folder.room()
+            if room < self.index.disk_bytes:
+                logger.warning(
+                    "KV sessions: --kv-sessions-disk is %.2f GiB, but the disk of %s has room for "
+                    "%.2f GiB of sessions; once it is full, they make room for new ones. Free disk "
+                    "space, or lower --kv-sessions-disk",
+                    *(self.index.disk_bytes / 2**30, folder.path, room / 2**30),
+                )
 
     def _names_of(self, folder: Folder) -> dict[str, str]:
         try:

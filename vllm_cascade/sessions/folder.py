@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm_cascade.sessions.settings import ENGINE_FOLDER
 DAMAGED, MOST_DAMAGED = "damaged", 1 << 30
 """Folder in the sessions' folder to which damaged files are moved, and bytes that stay there."""
 LOCK, NAMES = "lock", "names.json"
+SUFFIXES = (files.SUFFIX, files.PIECE_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Folder:
         self._taken = None
         self.check()
         # What a process left that ended while writing.
-        for suffix in (files.SUFFIX, files.PIECE_SUFFIX, NAMES):
+        for suffix in (*SUFFIXES, NAMES):
             for leftover in self.path.glob(f".*{suffix}"):
                 leftover.unlink(missing_ok=True)
 
@@ -222,6 +224,11 @@ class Folder:
             return (self.path / name).stat().st_size
         except OSError:
             return 0
+
+    def room(self) -> int:
+        """Bytes that sessions can have on this disk: what is free, and what they have now."""
+        own = [path.name for path in self.path.iterdir() if path.suffix in SUFFIXES]
+        return shutil.disk_usage(self.path).free + sum(map(self.size, own))
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

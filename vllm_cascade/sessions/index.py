@@ -46,7 +46,7 @@ class SessionIndex:
 
     Args:
         memory_bytes: bound of host memory over all workers.
-        disk_bytes: bound of the folder; 0: no folder.
+        disk_bytes: bound of the folder; 0: no folder. It shrinks when the disk is full.
         ttl: seconds without use after which a session is dropped; 0: never.
         header: what every file says of this engine.
     """
@@ -287,6 +287,8 @@ class SessionIndex:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
+                if report.full:
+                    self._shrink(session.num_bytes)
         for id_, seconds in report.read.items():
             self.counters.load_seconds.append(seconds)
             if (session := self._reported(report, id_)) and session.reading:
@@ -387,6 +389,17 @@ class SessionIndex:
                 self.counters.misses["evicted"] += 1
                 self.forget(session)
         return True
+
+    def _shrink(self, least: int) -> None:
+        """Take what is on disk as the folder's bound, since the disk has no room for more.
+
+        From then on the least recently used sessions make room for new ones. A start tries the
+        bound of the settings again.
+
+        Args:
+            least: the smallest bound, so that one session is tried again when nothing is there.
+        """
+        self.disk_bytes = min(self.disk_bytes, max(self.used["disk"], least))
 
     def _make_disk_room(self, written: Session) -> bool:
         """Free space in the folder in the order of ``_leaving``; pinned sessions stay.

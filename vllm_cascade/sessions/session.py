@@ -165,6 +165,7 @@ class Report:
         read: sessions that are in memory again, with the seconds that it took.
         unreadable: sessions whose files could not be read, each with the reason.
         stamps: of these files. Equal tokens may have been kept again since a file was begun.
+        full: a file could not be written because the disk has no room.
     """
 
     written: list[str] = field(default_factory=list)
@@ -172,6 +173,7 @@ class Report:
     read: dict[str, float] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     stamps: dict[str, str] = field(default_factory=dict)
+    full: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.written or self.unwritten or self.read or self.unreadable)

@@ -5,6 +5,7 @@ Copies between pages and memory begin before a step, when nothing has read or wr
 (``copies.py``). Files are written and read by threads, while steps go on.
 """
 
+import errno
 import json
 import os
 import threading
@@ -29,6 +30,9 @@ from vllm_cascade.sessions.threads import submit
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+FULL, UNWRITTEN = "full", "unwritten"
+"""Problems of a write: the disk has no room, and any other. The former counts where ranks differ."""
 DROPPED = "dropped"
 """Problem of a write whose session was removed before its turn came; it is not counted."""
 
@@ -173,6 +177,7 @@ class WorkerSessions:
             report.stamps[outcome.id] = outcome.stamp
             if outcome.op == "write":
                 (report.unwritten if outcome.problem else report.written).append(outcome.id)
+                report.full |= outcome.problem == FULL
             elif outcome.problem:
                 report.unreadable[outcome.id] = outcome.problem
             else:
@@ -247,7 +252,7 @@ class WorkerSessions:
                 f"a session could not be written to {path.parent} ({error}); free disk space, "
                 "lower --kv-sessions-disk, or make the folder writable",
             )
-            return "unwritten"
+            return FULL if error.errno in NO_ROOM else UNWRITTEN
         return ""
 
     def _remove(self, id_: str) -> None:
