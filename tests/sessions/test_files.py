@@ -275,6 +275,15 @@ def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_module.fcntl, "flock", fail)
+    with pytest.raises(KVPolicyError, match=r"cannot be locked .*No locks .* choose one whose file"):
+        Folder(tmp_path).open()
+
+
 def test_the_first_of_several_engines_may_be_the_last_to_start(tmp_path: Path) -> None:
     """The folder of all of them is this user's alone, whichever engine makes it."""
     settings = SessionSettings(dir=str(tmp_path / "new"))

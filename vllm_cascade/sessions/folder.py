@@ -108,10 +108,12 @@ class Folder:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
-            raise KVPolicyError(
-                f"--kv-sessions-dir {self.path}: another server uses this folder; give each server "
-                "a folder of its own"
-            ) from error
+            problem = (
+                "another server uses this folder; give each server a folder of its own"
+                if isinstance(error, BlockingIOError)
+                else f"the folder cannot be locked ({error}); choose one whose file system has locks"
+            )
+            raise KVPolicyError(f"--kv-sessions-dir {self.path}: {problem}") from error
         self._lock = descriptor
         self._taken = None
         self.check()
