@@ -88,7 +88,7 @@ def test_a_name_is_its_clients_own(scheduler: Any) -> None:
     ask(scheduler, [7, 8], salt="theirs", kv_session="chat", kv_session_release=True)
     ask(scheduler, [7, 8], kv_session="chat", kv_session_release=True)
     (left,) = index._sessions.values()
-    assert left.num_tokens == len(PROMPT) + 2 and left.name is not None
+    assert left.num_tokens == len(PROMPT) + 2 and left.names
     ask(scheduler, [7, 8], salt="ours", kv_session="chat", kv_session_release=True)
     assert len(index) == 0
 

@@ -171,7 +171,7 @@ def test_a_file_that_stays_unread_still_counts(reason: str) -> None:
     """No request finds it; equal tokens replace it, and it leaves first, whatever its name."""
     index = SessionIndex(20, 20)
     for n in range(2):
-        assert index.adopt(Session("c", token_digests_of([n]), 1, 10), f"s {n}")
+        assert index.adopt(Session("c", token_digests_of([n]), 1, 10), {f"s {n}"})
         session = index.find("c", [n, 2], 1, 0)
         assert session is not None and not index.ready(session, "r")
         version = index.version
@@ -181,7 +181,7 @@ def test_a_file_that_stays_unread_still_counts(reason: str) -> None:
     assert index.counters.misses == {reason: 2} and index.used == {"memory": 0, "disk": 20}
     index.take_commands()
     assert index.keep("c", [0], 10, pages=(1,), now=0)
-    assert ops(index) == ["remove", "save", "write"] and index.named("s 0") is None
+    assert ops(index) == ["remove", "save", "write"] and index.named("s 0") is not None
     assert index.keep("c", [7], 10, pages=(1,), now=0)
     assert ops(index) == ["save", "remove", "write"] and index.used["disk"] == 20
 
@@ -242,7 +242,7 @@ def test_a_name_pins_a_session_until_it_is_released() -> None:
     assert index.begins(session, {"c"}, [1, 2]) and not index.begins(session, {"c"}, [2, 1])
     assert not index.begins(session, {"other"}, [1, 2])
     keep(index, [1, 2], name="mine")  # the next turn: the name moves on
-    assert index.named("mine") is not session and session.name is None
+    assert index.named("mine") is not session and not session.names
     assert index.release("mine") and not index.release("mine")
     assert index.named("mine") is None and index.find("c", [1, 2, 3], 2, 0) is session
 
@@ -309,7 +309,7 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         assert not {i for i, s in held.items() if s.reading or s.writing}
         lengths = [n for counter in index._lengths.values() for n in counter.elements()]
         assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
-        assert all(s.name == "n" for s in index._by_name.values())
+        assert all(s.names == {"n"} for s in index._by_name.values())
 
 
 def test_names_that_a_file_must_hold() -> None:
@@ -325,7 +325,7 @@ def test_names_that_a_file_must_hold() -> None:
     index.release("mine")
     assert index.names() == {} and index.names_version == 3
     session = Session("c", token_digests_of([7]), 1, 10)
-    assert index.adopt(session, "other") and index.names() == {"other": session.id}
+    assert index.adopt(session, {"other"}) and index.names() == {"other": session.id}
 
 
 def test_a_turns_file_stays_until_the_next_one_is_written() -> None:
@@ -379,18 +379,34 @@ def test_a_name_follows_the_file() -> None:
     assert index.names() == {"chat": second} and index.names_version > version
 
 
-def test_a_file_is_under_one_name() -> None:
-    """A restart knows one name of a session: its own, not that of a turn without a file."""
+def test_a_file_is_under_several_names() -> None:
+    """Until turns that have taken a name over have files of their own."""
     index = SessionIndex(1000, disk_bytes=1000)
     first = keep(index, [1, 2], name="b")
     written(index)
     second = keep(index, [1, 2, 3], name="a", before=first)
     third = keep(index, [1, 2, 4], name="c", before=first)
-    assert index.names() == {"b": first}
-    fourth = keep(index, [1, 2, 5], name="b", before=first)  # it moves on; of the others one stays
-    assert list(index.names().values()) == [first]
+    assert index.names() == {"a": first, "b": first, "c": first}
+    fourth = keep(index, [1, 2, 5], name="b", before=first)
+    assert set(index.names().values()) == {first}
     written(index)
     assert index.names() == {"a": second, "b": fourth, "c": third}
+
+
+def test_two_names_of_equal_tokens() -> None:
+    """The session stays pinned until both are released, also after a restart."""
+    index = SessionIndex(1000, disk_bytes=1000)
+    one = keep(index, [1, 2], name="a")
+    assert keep(index, [1, 2], name="b") == one
+    written(index)
+    session, names = index.named("a"), index.names()
+    assert session is not None and index.named("b") is session
+    assert names == {"a": one, "b": one}
+    assert index.release("a") and not index.release("a")
+    assert index.named("b") is session and index.names() == {"b": one} and not ops(index)
+    assert index.release("b") and len(index) == 0 and ops(index) == ["drop", "remove"]
+    again = SessionIndex(1000, disk_bytes=1000)
+    assert again.adopt(Session.of(session.header, used=0), names) and again.names() == names
 
 
 def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:

@@ -134,9 +134,11 @@ class SchedulerSessions:
         """
         entries, bad = folder.entries()
         self._put_aside(folder, bad)
-        names = {id_: name for name, id_ in self._names_of(folder).items()}
+        names: dict[str, set[str]] = {}
+        for name, id_ in self._names_of(folder).items():
+            names.setdefault(id_, set()).add(name)
         unread = {parts_of(name)[0] for name, _, reason in bad if reason == "io"}
-        self._unread = {name: id_ for id_, name in names.items() if id_ in unread}
+        self._unread = {name: id_ for id_ in names if id_ in unread for name in names[id_]}
         differs = {one.id: first_difference(one.header, self.index.header) for one in entries}
         room, oldest, taken = self.index.disk_bytes, time.time() - self.index.ttl, set()
         for entry in sorted(
@@ -151,8 +153,8 @@ class SchedulerSessions:
         for entry in entries:
             session = Session.of(entry.header, entry.used)
             session.unusable = differs[entry.id] is not None
-            name = names.get(entry.id)
-            if entry.files not in taken or not self.index.adopt(session, name):
+            own = names.get(entry.id, ())
+            if entry.files not in taken or not self.index.adopt(session, own):
                 folder.remove(entry.files)
             elif differs[entry.id] is not None:  # workers know the files of the others
                 self._foreign[entry.id] = entry

@@ -61,13 +61,15 @@ def _remove(folders: list[Folder], names: list[str]) -> None:
             folder.close()
 
 
-def _pinned(folder: Folder) -> dict[str, str]:
+def _pinned(folder: Folder) -> dict[str, list[str]]:
     """What clients called the pinned sessions, by id; several may have chosen the same name."""
+    found: dict[str, list[str]] = {}
     try:
-        return {id_: key.partition(" ")[2] for key, id_ in folder.names().items()}
+        for key, id_ in folder.names().items():
+            found.setdefault(id_, []).append(key.partition(" ")[2])
     except Unusable as error:
         print(f"unusable: {error}")
-        return {}
+    return found
 
 
 def _list(folder: Folder, entries: list[Entry], bad: list[Bad]) -> None:
@@ -76,7 +78,7 @@ def _list(folder: Folder, entries: list[Entry], bad: list[Bad]) -> None:
     for entry in entries:
         header, age = entry.header, _age(time.time() - entry.used)
         tokens, mib = int(header["num_tokens"]), entry.num_bytes / 2**20
-        label = ", ".join(filter(None, [header.get("model_name"), pinned.get(entry.id)]))
+        label = ", ".join(filter(None, [header.get("model_name"), *pinned.get(entry.id, ())]))
         label = repr(label)[1:-1]  # clients choose names, which must not control the terminal
         print(f"{entry.id}  {tokens:9,}  {mib:9,.1f}  {age:>10}  {label}")
     names = {name for entry in entries for name in _names(entry)}
@@ -116,11 +118,11 @@ def _verify(folder: Folder, entries: list[Entry], bad: list[Bad]) -> int:
 
 
 def _chosen(
-    found: list[tuple[Folder, list[Entry], dict[str, str]]], name: str
+    found: list[tuple[Folder, list[Entry], dict[str, list[str]]]], name: str
 ) -> list[tuple[Folder, Entry]]:
     """The one session with a name or an id; it may have files of several engines."""
     entries = [(folder, entry) for folder, entries, _ in found for entry in entries]
-    pinned = {id_ for _, _, names in found for id_, own in names.items() if own == name}
+    pinned = {id_ for _, _, names in found for id_, own in names.items() if name in own}
     chosen = [one for one in entries if one[1].id in pinned]
     chosen = chosen or [one for one in entries if one[1].id.startswith(name)]
     number = len({entry.id for _, entry in chosen})

@@ -11,7 +11,7 @@ from their reports which files were written and read.
 
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,14 +82,9 @@ class SessionIndex:
         """Ids of the pinned sessions by name, as a restart shall find them.
 
         For a session without a complete file, that of the latest one which it continues and which
-        has a file. A restart pins a session under one name: its own, else the first of those whose
-        sessions continue it.
+        has a file.
         """
-        found = {name: self._durable(session) for name, session in self._by_name.items()}
-        name_of: dict[str, str] = {}
-        for name, one in found.items():
-            name_of.setdefault(one.id, one.name or name)
-        return {name: one.id for name, one in found.items() if name_of[one.id] == name}
+        return {name: self._durable(session).id for name, session in self._by_name.items()}
 
     def _durable(self, session: Session) -> Session:
         found: Session | None = session
@@ -196,8 +191,9 @@ class SessionIndex:
         prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
         session = Session(context, digests[num], num, num_bytes, prompt, used=now, touched=now)
         session.stamp = secrets.token_hex(DIGEST_BYTES)
-        known = self._sessions.get(session.id)
+        known, names = self._sessions.get(session.id), set[str]()
         if known is not None and known.unusable:
+            names = known.names.copy()
             self.forget(known)
         elif known is not None:
             self._use(known, now)
@@ -209,7 +205,8 @@ class SessionIndex:
         if before in self._sessions:
             self._sessions[before].continued, session.before = True, before
         self._add(session)
-        self._pin(session, name)
+        for one in (*names, name):
+            self._pin(session, one)
         self._set_memory(session, in_memory=True)
         self._command("save", session, pages=tuple(pages))
         self.counters.kept += 1
@@ -218,23 +215,26 @@ class SessionIndex:
             self._command("write", session, header={**self.header, **session.header})
         return True
 
-    def adopt(self, session: Session, name: str | None = None) -> bool:
+    def adopt(self, session: Session, names: Iterable[str] = ()) -> bool:
         """Take a session found in the folder at start; False if it does not fit the bounds."""
         full = self.used["disk"] + session.num_bytes > self.disk_bytes
         if full or session.id in self._sessions:
             return False
         session.unusable |= session.num_bytes > self.memory_bytes
         self._add(session)
-        self._pin(session, name)
+        for name in names:
+            self._pin(session, name)
         self._set_disk(session, on_disk=True)
         return True
 
     def release(self, name: str) -> bool:
-        """Drop the session pinned under a name."""
+        """Drop a name, and with its last name the session; False if no session has it."""
         session = self._by_name.get(name)
         if session is None:
             return False
-        self.forget(session)
+        self._unpin(session, name)
+        if not session.names:
+            self.forget(session)
         return True
 
     def forget(self, session: Session) -> None:
@@ -281,7 +281,7 @@ class SessionIndex:
         for id_ in report.written:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
-                self.names_version += session.name is not None
+                self.names_version += bool(session.names)
         for id_ in report.unwritten:
             self.counters.misses["unwritten"] += 1
             if (session := self._reported(report, id_)) and session.writing:
@@ -325,20 +325,23 @@ class SessionIndex:
         _uncount(self._lengths, session.context, session.num_tokens)
         if session.prompt:
             _uncount(self._prompts, session.context, session.prompt)
-        if session.name is not None and self._by_name.get(session.name) is session:
-            del self._by_name[session.name]
-            self.names_version += 1
+        for name in tuple(session.names):
+            self._unpin(session, name)
         self.version += 1
 
     def _pin(self, session: Session, name: str | None) -> None:
         """Pin a session under a name; the session that had the name before loses it."""
         if name is None or self._by_name.get(name) is session:
             return
-        if session.name is not None:
-            self._by_name.pop(session.name, None)
         if (before := self._by_name.get(name)) is not None:
-            before.name = None
-        session.name, self._by_name[name] = name, session
+            before.names.remove(name)
+        session.names.add(name)
+        self._by_name[name] = session
+        self.names_version += 1
+
+    def _unpin(self, session: Session, name: str) -> None:
+        session.names.remove(name)
+        del self._by_name[name]
         self.names_version += 1
 
     def _set_memory(self, session: Session, in_memory: bool = False, reading: bool = False) -> None:
@@ -376,7 +379,7 @@ class SessionIndex:
                 break
             if not session.in_memory or session.waiting or session.writing:
                 continue
-            if session.on_disk or session.name is None or also_pinned:
+            if session.on_disk or not session.names or also_pinned:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:
@@ -411,7 +414,7 @@ class SessionIndex:
         waiting = [
             one
             for one in self._sessions.values()
-            if not one.on_disk and (one.writing or one.name is not None or one is written)
+            if not one.on_disk and (one.writing or one.names or one is written)
         ]
         needed = {self._durable(one).id for one in waiting}
         chosen = []
@@ -419,7 +422,7 @@ class SessionIndex:
             if free >= num_bytes:
                 break
             idle = session.on_disk and not session.waiting and not session.reading
-            pinned = session.name is not None and not session.unusable
+            pinned = session.names and not session.unusable
             if idle and not pinned and session.id not in needed:
                 chosen.append(session)
                 free += session.num_bytes

@@ -70,8 +70,9 @@ class Session:
         tokens: digest of the tokens.
         num_bytes: bytes that its state takes, in memory and on disk.
         prompt: length and digest of the prompt that its last tokens answer; empty: not known.
-        name: what a request pinned it under; None: not pinned. Names are in a file of their own
-            (``Folder.names``), because they move on without a session's file being written again.
+        names: what requests pinned it under; none: it is not pinned. Names are in a file of their
+            own (``Folder.names``), because they move on without a session's file being written
+            again.
         used: seconds since the epoch at which it was last kept or used.
         touched: the same as its file says, which a new server goes by.
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
@@ -91,7 +92,7 @@ class Session:
     num_tokens: int
     num_bytes: int
     prompt: str = ""
-    name: str | None = None
+    names: set[str] = field(default_factory=set)
     used: float = 0.0
     touched: float = 0.0
     stamp: str = ""
