@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_cascade.sessions import index as index_module
 from vllm_cascade.sessions import session as session_module
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, token_digests
@@ -221,6 +222,29 @@ def test_a_disk_that_is_smaller_than_the_bound() -> None:
     empty.note(Report(unwritten=[first], full=True))
     keep(empty, [2])
     assert empty.disk_bytes == 10 and "write" in ops(empty), "it may have room again"
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_pins_hold_half_of_a_tier(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of the same salt and adapter loses its pin first, and stays."""
+    said: list[str] = []
+    monkeypatch.setattr(index_module.logger, "warning", lambda text, *_: said.append(text))
+    index = SessionIndex(60 if tier == "memory" else 1000, 60 if tier == "disk" else 0)
+    for n, name in enumerate(("x one", "y two", "y three")):
+        keep(index, [n], name=name)
+        written(index)
+    assert not said and len(index.names()) == 3
+    version = index.names_version
+    keep(index, [5], name="y four")
+    written(index)
+    assert list(index.names()) == ["x one", "y three", "y four"] and len(index) == 4
+    assert index.names_version > version
+    keep(index, [6], name="z five")  # no other of its own
+    written(index)
+    assert list(index.names()) == ["y three", "y four", "z five"] and len(said) == 1
+    keep(index, [7], size=30, name="z five")
+    written(index)
+    assert list(index.names()) == ["z five"], "the newest one holds"
 
 
 def test_time_to_live() -> None:

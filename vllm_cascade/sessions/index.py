@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_cascade.log import logger
 from vllm_cascade.sessions.session import (
     DIGEST_BYTES,
     Command,
@@ -39,6 +40,11 @@ def _uncount(counters: dict[str, Counter[Any]], context: str, key: Any) -> None:
         del counters[context][key]
     if not counters[context]:
         del counters[context]
+
+
+def _scopes(session: Session) -> set[str]:
+    """The cache salts and adapters whose requests have pinned a session, as its names begin."""
+    return {name.partition(" ")[0] for name in session.names}
 
 
 class SessionIndex:
@@ -70,6 +76,7 @@ class SessionIndex:
         self._lengths: dict[str, Counter[int]] = {}  # by context
         self._prompts: dict[str, Counter[str]] = {}  # by context
         self._commands: list[Command] = []
+        self._said = False  # that pins were lost
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -198,6 +205,7 @@ class SessionIndex:
         elif known is not None:
             self._use(known, now)
             self._pin(known, name)
+            self._bound_pins(known)
             return False
         if not self._make_room(num_bytes):
             self.counters.misses["memory_full"] += 1
@@ -213,6 +221,7 @@ class SessionIndex:
         if self.disk_bytes and self._make_disk_room(session):
             self._set_disk(session, writing=True)
             self._command("write", session, header={**self.header, **session.header})
+        self._bound_pins(session)
         return True
 
     def adopt(self, session: Session, names: Iterable[str] = ()) -> bool:
@@ -225,6 +234,7 @@ class SessionIndex:
         for name in names:
             self._pin(session, name)
         self._set_disk(session, on_disk=True)
+        self._bound_pins(session)
         return True
 
     def release(self, name: str) -> bool:
@@ -343,6 +353,38 @@ class SessionIndex:
         session.names.remove(name)
         del self._by_name[name]
         self.names_version += 1
+
+    def _bound_pins(self, newest: Session) -> None:
+        """Let pinned sessions have at most half of a tier; others lose their pins, and stay.
+
+        The least recently used one of the same cache salt and adapter loses its pin first, then
+        that of any other. The newest pin holds, however large its session is.
+        """
+        if not newest.names:
+            return
+        scopes = _scopes(newest)
+        pinned = [one for one in self._sessions.values() if one.names and not one.unusable]
+        order = sorted(pinned, key=lambda one: _scopes(one).isdisjoint(scopes))
+        files = [(one, self._durable(one)) for one in order]
+        disk = [(one, file) for one, file in files if file.on_disk or file.writing]
+        memory = [(one, one) for one in order if not one.on_disk and not one.writing]
+        for tier, bound in ((memory, self.memory_bytes), (disk, self.disk_bytes)):
+            excess = sum(held.num_bytes for _, held in tier) - bound // 2
+            for one, held in tier:
+                if excess > 0 and one is not newest:
+                    excess -= held.num_bytes
+                    self._lose_pin(one)
+
+    def _lose_pin(self, session: Session) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "KV sessions: the sessions that requests pin with kv_session take more than half "
+                "of --kv-sessions-memory or --kv-sessions-disk, so the least recently used ones "
+                "lose their pins (said once); raise it, or release sessions"
+            )
+        for name in tuple(session.names):
+            self._unpin(session, name)
 
     def _set_memory(self, session: Session, in_memory: bool = False, reading: bool = False) -> None:
         before, after = session.in_memory or session.reading, in_memory or reading
