@@ -93,6 +93,16 @@ def test_a_name_is_its_clients_own(scheduler: Any) -> None:
     assert len(index) == 0
 
 
+def test_a_request_of_one_token_is_kept_under_a_name_only(scheduler: Any) -> None:
+    """Beam search sends one for each beam and step."""
+    index = index_of(scheduler)
+    ask(scheduler, PROMPT, max_tokens=1)
+    assert len(index) == 0 and not index.pending
+    ask(scheduler, PROMPT, max_tokens=1, kv_session="chat")
+    ask(scheduler, PROMPT, max_tokens=2)
+    assert len(index) == 2 and index.counters.kept == 2
+
+
 @pytest.mark.parametrize("keep", [0, 128])
 def test_turns_that_keep_more_of_their_prompts_continue(keep: int) -> None:
     """``keep_prompt`` keeps more of each turn's prompt; states differ once tokens are evicted."""

@@ -46,6 +46,13 @@ KEPT = {
 }
 """How a request may end whose state is kept; the front-end aborts requests at stop strings."""
 
+LEAST_DECODED = 2
+"""Tokens that a request without a name has to decode for its state to be kept.
+
+vLLM's beam search sends a request for each beam and token, and ``/generative_scoring`` one for each
+item. No chat continues them, and their states would evict those of chats.
+"""
+
 
 class SchedulerSessions:
     """A scheduler's sessions.
@@ -377,6 +384,8 @@ class SchedulerSessions:
         pinned = self._name_of(request)
         if pinned is not None and arguments.get(RELEASE):
             self.index.release(pinned)
+            return
+        if pinned is None and request.num_output_tokens < LEAST_DECODED:
             return
         num = request.num_computed_tokens
         # Beyond the prompt; and not beyond the tokens that are known.
