@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.test_scheduler import finish_step, make_scheduler
 from vllm_cascade.engine.admission import check_session
@@ -101,6 +101,19 @@ def test_a_request_of_one_token_is_kept_under_a_name_only(scheduler: Any) -> Non
     ask(scheduler, PROMPT, max_tokens=1, kv_session="chat")
     ask(scheduler, PROMPT, max_tokens=2)
     assert len(index) == 2 and index.counters.kept == 2
+
+
+def test_a_client_that_disconnects(scheduler: Any) -> None:
+    """The turn before keeps its name; what was decoded is kept, too."""
+    index = index_of(scheduler)
+    history = ask(scheduler, PROMPT, kv_session="chat")
+    (first,) = index._sessions.values()
+    one = add(scheduler, [*history, 7, 8], max_tokens=30, kv_session="chat")
+    for _ in range(5):
+        finish_step(scheduler, scheduler.schedule())
+    scheduler.finish_requests([one.request_id], RequestStatus.FINISHED_ABORTED)
+    assert len(index) == 2 and index.counters.hits == {"memory": 1}
+    assert first.names and list(index._by_name.values()) == [first] and not first.continued
 
 
 @pytest.mark.parametrize("keep", [0, 128])

@@ -247,6 +247,26 @@ def test_pins_hold_half_of_a_tier(tier: str, monkeypatch: pytest.MonkeyPatch) ->
     assert list(index.names()) == ["z five"], "the newest one holds"
 
 
+def test_an_aborted_answer_leaves_the_turn_before_as_it_is() -> None:
+    """It stays pinned and does not leave first; a request that starts from the answer changes it."""
+    index = SessionIndex(50)
+    first = keep(index, [1], name="chat")
+    half = keep(index, [1, 2], name="chat", before=first, aborted=True)
+    turn, answer = session_of(index, [1]), session_of(index, [1, 2])
+    assert index.named("chat") is turn and not turn.continued and not answer.names
+    again = keep(index, [1, 3], name="chat", before=first)  # the client asks again
+    assert index.named("chat") is session_of(index, [1, 3]) and turn.continued and again
+    third = keep(index, [1, 2, 3], name="chat", before=half, aborted=True)
+    assert index.named("chat") is answer and not answer.continued
+    keep(index, [1, 2, 3, 4], name="chat", before=third)
+    assert answer.continued and session_of(index, [1, 2, 3]).continued
+    assert index.named("chat") is session_of(index, [1, 2, 3, 4])
+    keep(index, [7], name="new", aborted=True)
+    assert index.named("new") is session_of(index, [7]), "there is no turn before"
+    keep(index, [8], name="new", aborted=True)
+    assert index.named("new") is session_of(index, [7]), "another prompt was aborted"
+
+
 def test_time_to_live() -> None:
     index = SessionIndex(100, ttl=60)
     keep(index, [1], now=0)

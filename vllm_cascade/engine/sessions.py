@@ -402,8 +402,11 @@ class SchedulerSessions:
         if before is not None and not self.index.begins(before, contexts, tokens):
             self.index.counters.misses["name_diverged"] += 1
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
-        prompt = request.num_prompt_tokens
-        self.index.keep(context, tokens, num_bytes, blocks, time.time(), pinned, continued, prompt)
+        self.index.keep(
+            *(context, tokens, num_bytes, blocks, time.time(), pinned, continued),
+            num_prompt=request.num_prompt_tokens,
+            aborted=request.status == RequestStatus.FINISHED_ABORTED,
+        )
 
     # --- workers ----------------------------------------------------------------------------------
 

@@ -181,12 +181,15 @@ class SessionIndex:
         name: str | None = None,
         before: str | None = None,
         num_prompt: int = 0,
+        aborted: bool = False,
     ) -> bool:
         """Keep the state after ``tokens``, which is in ``pages``.
 
         Args:
             before: id of the session that it continues.
             num_prompt: how many of the tokens are the request's prompt; 0: not known.
+            aborted: the client may never have got the answer. What it continues then stays pinned
+                and in its place, until a request starts from this state.
 
         Returns:
             False if a session for these tokens exists already, or if there is no room; the latter
@@ -198,6 +201,8 @@ class SessionIndex:
         prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
         session = Session(context, digests[num], num, num_bytes, prompt, used=now, touched=now)
         session.stamp = secrets.token_hex(DIGEST_BYTES)
+        if aborted:
+            name = self._left_to(before, name)
         known, names = self._sessions.get(session.id), set[str]()
         if known is not None and known.unusable:
             names = known.names.copy()
@@ -211,7 +216,9 @@ class SessionIndex:
             self.counters.misses["memory_full"] += 1
             return False
         if before in self._sessions:
-            self._sessions[before].continued, session.before = True, before
+            session.before = before
+            if not aborted:
+                self._continue(session)
         self._add(session)
         for one in (*names, name):
             self._pin(session, one)
@@ -223,6 +230,24 @@ class SessionIndex:
             self._command("write", session, header={**self.header, **session.header})
         self._bound_pins(session)
         return True
+
+    def _continue(self, session: Session) -> None:
+        """Note that a chat goes on from what a session continues, also from aborted answers."""
+        before = self._sessions.get(session.before)
+        while before is not None and not before.continued:
+            before.continued = True
+            before = self._sessions.get(before.before)
+
+    def _left_to(self, before: str | None, name: str | None) -> str | None:
+        """The name that an aborted answer's state gets: none if what it continues can have it.
+
+        That is complete, since a request started from it, and it may be an earlier aborted answer.
+        """
+        if name is None or (before not in self._sessions and name not in self._by_name):
+            return name
+        if before is not None and before in self._sessions:
+            self._pin(self._sessions[before], name)
+        return None
 
     def adopt(self, session: Session, names: Iterable[str] = ()) -> bool:
         """Take a session found in the folder at start; False if it does not fit the bounds."""
