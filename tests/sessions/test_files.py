@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -425,7 +426,8 @@ def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
         total.stamps |= report.stamps
         total.read |= report.read
         total.unreadable |= report.unreadable
-        outcomes = (total.written, total.unwritten, total.read, total.unreadable)
+        total.unsaved += report.unsaved
+        outcomes = (total.written, total.unwritten, total.read, total.unreadable, total.unsaved)
         if sum(map(len, outcomes)) >= wanted:
             return total
         time.sleep(0.01)
@@ -606,6 +608,54 @@ def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     worker.execute([Command("restore", one.id, pages=(2,))])
     worker.close()
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
+
+
+class NoMemory(Copies):
+    """Copies for which there is no memory, at once or when a thread makes them."""
+
+    later = False
+
+    def save(self, blocks: Sequence[int]) -> Future[Any]:
+        error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        if not self.later:
+            raise error
+        future: Future[Any] = Future()
+        Timer(0.05, future.set_exception, [error]).start()
+        return future
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_state_that_cannot_be_copied(later: bool, has_folder: bool, tmp_path: Path) -> None:
+    """Steps go on, and the scheduler learns that there is no state."""
+    Folder(tmp_path).open()
+    copies, index = NoMemory(pools()), SessionIndex(1000, 1000 * has_folder)
+    copies.later = later
+    worker = WorkerSessions(copies, tmp_path if has_folder else None)
+    index.keep("c", [1], 100, pages=(1,), now=0, name="chat")
+    worker.execute(index.take_commands())
+    report = wait(worker)
+    assert len(report.unsaved) == 1
+    index.note(report)
+    assert len(index) == 0 and index.counters.misses["memory_full"] == 1
+    worker.execute(index.take_commands())
+    worker.close()
+    assert not worker.states and not list(tmp_path.glob(f"*{files.SUFFIX}"))
+
+
+def test_no_memory_to_read_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is not damaged, and stays where it is."""
+    path = tmp_path / "x.session"
+    write(path, header_of(session()), tensors())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 7 bytes")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "empty", fail)
+        with pytest.raises(Unusable, match="can't allocate") as found:
+            read(path)
+    assert found.value.reason == "io" and same(read(path)[1], tensors())
 
 
 def test_what_is_dropped_before_it_is_written_leaves_the_memory(

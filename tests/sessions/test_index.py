@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_cascade.sessions import index as index_module
 from vllm_cascade.sessions import session as session_module
-from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.index import REST_SECONDS, SessionIndex
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, token_digests
 
 TEXT = list(range(100, 140))
@@ -167,8 +167,45 @@ def test_an_unreadable_session_is_a_miss(reason: str) -> None:
     assert index.used == {"memory": 0, "disk": 0} and len(index) == 0
 
 
-@pytest.mark.parametrize("reason", ["foreign", "io"])
-def test_a_file_that_stays_unread_still_counts(reason: str) -> None:
+def test_a_session_with_a_read_error_is_tried_again() -> None:
+    """After a while; until then it stays pinned, and equal tokens replace it under its name."""
+    index = SessionIndex(20, 40)
+    for n in range(2):
+        assert index.adopt(Session("c", token_digests_of([n]), 1, 10), {f"s {n}"})
+        session = index.find("c", [n, 2], 1, 0)
+        assert session is not None and not index.ready(session, "r")
+        version = index.version
+        index.note(Report(unreadable={session.id: "io"}), now=100)
+        session.waiting.discard("r")
+        assert index.find("c", [n, 2], 1, 100 + REST_SECONDS - 1) is None
+        assert index.version > version and index.names()[f"s {n}"] == session.id
+    index.take_commands()
+    assert index.keep("c", [0], 10, pages=(1,), now=101)
+    assert ops(index) == ["remove", "save", "write"] and "s 0" in index.names()
+    later = 100 + REST_SECONDS
+    session = index.find("c", [1, 2], 1, later)
+    assert session is not None and not index.ready(session, "r")
+    index.note(Report(read={session.id: 1.0}), now=later)
+    assert index.find("c", [1, 2], 1, later) is session and index.ready(session, "r")
+
+
+def test_a_state_without_memory_for_its_copy() -> None:
+    """The turn before is the chat's end again, and has the name."""
+    index = SessionIndex(1000, 1000)
+    first = keep(index, [1], name="chat")
+    written(index)
+    second = keep(index, [1, 2], name="chat", before=first)
+    stamp = session_of(index, [1, 2]).stamp
+    commands = index.take_commands()
+    assert [c.header["stamp"] for c in commands if c.op == "save"] == [stamp]
+    index.note(Report(unsaved=[second, second], stamps={second: stamp}))
+    turn = session_of(index, [1])
+    assert len(index) == 1 and index.named("chat") is turn and not turn.continued
+    assert index.counters.misses == {"memory_full": 1} and ops(index) == ["drop", "remove"]
+    assert index.used == {"memory": 10, "disk": 10}
+
+
+def test_a_file_that_stays_unread_still_counts() -> None:
     """No request finds it; equal tokens replace it, and it leaves first, whatever its name."""
     index = SessionIndex(20, 20)
     for n in range(2):
@@ -176,10 +213,10 @@ def test_a_file_that_stays_unread_still_counts(reason: str) -> None:
         session = index.find("c", [n, 2], 1, 0)
         assert session is not None and not index.ready(session, "r")
         version = index.version
-        index.note(Report(unreadable={session.id: reason}))
+        index.note(Report(unreadable={session.id: "foreign"}))
         session.waiting.discard("r")
         assert index.find("c", [n, 2], 1, 0) is None and index.version > version
-    assert index.counters.misses == {reason: 2} and index.used == {"memory": 0, "disk": 20}
+    assert index.counters.misses == {"foreign": 2} and index.used == {"memory": 0, "disk": 20}
     index.take_commands()
     assert index.keep("c", [0], 10, pages=(1,), now=0)
     assert ops(index) == ["remove", "save", "write"] and index.named("s 0") is not None

@@ -3,6 +3,7 @@
 
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,30 @@ def test_damaged_units_give_no_session(damage: str, tmp_path: Path) -> None:
     other._writer.submit(lambda: None).result(30)
     left = {name for name, _ in pieces_in(chat, apart)}
     assert names(tmp_path) == left
+    other.close()
+
+
+@pytest.mark.parametrize("short", ["threads", "memory"])
+def test_units_for_which_resources_are_short(
+    short: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is damaged or foreign: the session is read once there are some."""
+    chat = Chat(tmp_path)
+    one = chat.turn(20)
+    chat.worker.close()
+    other = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+
+    def fail(*_: object, **__: object) -> None:
+        what = "start new thread" if short == "threads" else "allocate memory"
+        raise RuntimeError(f"can't {what}")
+
+    with monkeypatch.context() as broken:
+        if short == "threads":
+            broken.setattr(threading.Thread, "start", fail)
+        else:
+            broken.setattr(files, "_part_of_file", fail)
+        assert read(other, one) == "io"
+    assert not read(other, one) and not list((tmp_path / DAMAGED).iterdir())
     other.close()
 
 

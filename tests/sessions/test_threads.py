@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What threads raise while no caller waits for them: one line in the log, and they go on."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,25 @@ def test_an_error_is_logged_and_the_next_work_is_done(said: list[str]) -> None:
         threads.submit(pool, fail)
         threads.submit(pool, done.append, 3)
     assert said == ["KV sessions: a thread failed"] and done == [3]
+
+
+def test_work_is_done_though_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that runs already does it."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool, gate, done = threads.started(2, "x"), threading.Event(), list[int]()
+    threads.submit(pool, gate.wait, 30)
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", fail)
+        for n in range(3):
+            threads.submit(pool, done.append, n)
+    gate.set()
+    pool.shutdown()
+    assert done == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        threads.submit(pool, done.append, 3)
 
 
 @pytest.mark.parametrize("work", ["_remove", "_touch", "_ranks.post"])

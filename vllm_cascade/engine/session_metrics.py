@@ -16,7 +16,7 @@ MISSES = {
     "diverged": "a prompt goes on after a session's prompt, but not with its answer",
     "not_text": "a request with images, sound or embeddings, which is not kept",
     "changed": "not kept: weights or adapter changed, or the adapter's files are not known",
-    "memory_full": "a session was not kept: other sessions in memory are being written or read",
+    "memory_full": "a session was not kept: others are being written or read, or no host memory",
     "disk_full": "a session was not written: the folder's other sessions are pinned or in use",
     "evicted": "a session left its last tier",
     "expired": "a session was not used for the time to live",

@@ -453,7 +453,7 @@ class SchedulerSessions:
 
     def note(self, report: Report | None) -> None:
         if report is not None:
-            self.index.note(report)
+            self.index.note(report, time.time())
 
     def report(self) -> SessionStats:
         """Levels now, and what was counted since the last report."""

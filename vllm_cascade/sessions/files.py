@@ -314,10 +314,20 @@ def opened(path: Path) -> Iterator[BufferedReader]:
             yield file
     except FileNotFoundError as error:
         raise Unusable("missing", str(error)) from error
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise Unusable("io", str(error)) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        raise Unusable("damaged", f"{path.name}: {error}") from error
+        reason = "io" if lacks_resources(error) else "damaged"
+        raise Unusable(reason, f"{path.name}: {error}") from error
+
+
+def lacks_resources(error: Exception) -> bool:
+    """Whether an error says that memory or threads are short, and nothing of a file.
+
+    PyTorch and ``threading`` raise plain ``RuntimeError``.
+    """
+    short = any(words in str(error) for words in ("memory", "start new thread"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and short)
 
 
 def first_difference(header: Mapping[str, str], here: Mapping[str, str]) -> str | None:

@@ -29,6 +29,8 @@ from vllm_cascade.sessions.session import (
 
 TOUCH_SECONDS = 60
 """Least time between two touches of a file."""
+REST_SECONDS = 30
+"""Time until a file is read again that had a read error."""
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
 
@@ -112,7 +114,8 @@ class SessionIndex:
         prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
         prefixes.digests(lengths)
         known = (self._sessions.get(prefixes.session_at(context, n)) for n in reversed(lengths))
-        return next((one for one in known if one is not None and not one.unusable), None)
+        usable = (one for one in known if one is not None and not one.unusable)
+        return next((one for one in usable if one.rests_until <= now), None)
 
     def diverges(self, context: str, tokens: Sequence[int] | Prefixes) -> bool:
         """Whether a prompt that no session serves goes on after the prompt of one, differently."""
@@ -204,7 +207,7 @@ class SessionIndex:
         if aborted:
             name = self._left_to(before, name)
         known, names = self._sessions.get(session.id), set[str]()
-        if known is not None and known.unusable:
+        if known is not None and (known.unusable or known.rests_until > now):
             names = known.names.copy()
             self.forget(known)
         elif known is not None:
@@ -223,7 +226,7 @@ class SessionIndex:
         for one in (*names, name):
             self._pin(session, one)
         self._set_memory(session, in_memory=True)
-        self._command("save", session, pages=tuple(pages))
+        self._command("save", session, pages=tuple(pages), header={"stamp": session.stamp})
         self.counters.kept += 1
         if self.disk_bytes and self._make_disk_room(session):
             self._set_disk(session, writing=True)
@@ -311,8 +314,12 @@ class SessionIndex:
     def _command(self, op: Any, session: Session, **more: Any) -> None:
         self._commands.append(Command(op, session.id, **more))
 
-    def note(self, report: Report) -> None:
+    def note(self, report: Report, now: float = 0.0) -> None:
         """Learn what workers finished. Sessions that were dropped meanwhile are ignored."""
+        for id_ in report.unsaved:
+            if session := self._reported(report, id_):
+                self.counters.misses["memory_full"] += 1
+                self._undo(session)
         for id_ in report.written:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
@@ -328,6 +335,7 @@ class SessionIndex:
             self.counters.load_seconds.append(seconds)
             if (session := self._reported(report, id_)) and session.reading:
                 self._set_memory(session, in_memory=True)
+                session.rests_until = 0.0
         for id_, reason in report.unreadable.items():
             self.counters.misses[reason] += 1
             if (session := self._reported(report, id_)) and session.reading:
@@ -335,9 +343,19 @@ class SessionIndex:
                 self._set_memory(session)
                 if reason in USELESS:
                     self.forget(session)
-                else:  # its file stays, and could be read after a restart
-                    session.unusable = True
+                else:  # its file stays
+                    session.unusable = reason != "io"
+                    session.rests_until = now + REST_SECONDS
                     self.version += 1
+
+    def _undo(self, session: Session) -> None:
+        """Forget a session of which there is no state; what it continues is the chat's end again."""
+        names, before = tuple(session.names), self._sessions.get(session.before)
+        self.forget(session)
+        if before is not None:
+            before.continued = False
+            for name in names:
+                self._pin(before, name)
 
     def _reported(self, report: Report, id_: str) -> Session | None:
         """The session that an outcome is about; None: it is gone, or equal tokens replaced it."""

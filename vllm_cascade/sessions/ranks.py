@@ -18,14 +18,15 @@ class Outcome:
     """How a command on a file ended in one rank, or in all of them.
 
     Attributes:
-        number: the command's, counted from 0 over all that write or read.
+        number: the command's, counted from 0 over all that write or read; -1 for a save.
+        op: what the command did. Of saves only those are posted that failed.
         id, stamp: the session's.
         seconds: duration; of several ranks the longest.
         problem: reason under which a failure is counted; empty: it worked.
     """
 
     number: int
-    op: Literal["write", "read"]
+    op: Literal["write", "read", "save"]
     id: str
     seconds: float = 0.0
     problem: str = ""
@@ -65,6 +66,9 @@ class Ranks:
             outcome = Outcome(**json.loads(self._store.get(key)))
             self._store.delete_key(key)
             self._taken += 1
+            if outcome.op == "save":  # one rank without the state is enough
+                finished.append(outcome)
+                continue
             parts = self._partial.setdefault(outcome.number, [])
             parts.append(outcome)
             if len(parts) == self.world:

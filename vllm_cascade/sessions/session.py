@@ -83,8 +83,10 @@ class Session:
         waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
         continued: a later session began with it; it leaves a tier before those that end a chat.
         before: id of the session that it continues.
-        unusable: this engine cannot read its file, which is another engine's, too large for the
-            memory, or was not readable once. The session counts until it leaves the folder.
+        rests_until: seconds since the epoch before which its file is not read again, because it
+            had a read error.
+        unusable: this engine cannot read its file, which is another engine's, or too large for the
+            memory. The session counts until it leaves the folder.
     """
 
     context: str
@@ -103,6 +105,7 @@ class Session:
     waiting: set[str] = field(default_factory=set)
     continued: bool = False
     before: str = ""
+    rests_until: float = 0.0
     unusable: bool = False
     id: str = field(init=False)
 
@@ -147,7 +150,7 @@ class Command:
         id: the session's.
         pages: for ``save`` and ``restore``: block ids of the state's pages, in order.
         header: for ``write``: what the file says of engine and session; for ``read``: of the
-            engine, with the session's stamp.
+            engine, with the session's stamp; for ``save``: the stamp.
     """
 
     op: Literal["save", "restore", "write", "read", "drop", "remove", "touch"]
@@ -165,6 +168,7 @@ class Report:
         unwritten: sessions whose files could not be written.
         read: sessions that are in memory again, with the seconds that it took.
         unreadable: sessions whose files could not be read, each with the reason.
+        unsaved: sessions of which a worker could not copy the state.
         stamps: of these files. Equal tokens may have been kept again since a file was begun.
         full: a file could not be written because the disk has no room.
     """
@@ -173,11 +177,13 @@ class Report:
     unwritten: list[str] = field(default_factory=list)
     read: dict[str, float] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
+    unsaved: list[str] = field(default_factory=list)
     stamps: dict[str, str] = field(default_factory=dict)
     full: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.written or self.unwritten or self.read or self.unreadable)
+        files = self.written or self.unwritten or self.read or self.unreadable
+        return bool(files or self.unsaved)
 
 
 @dataclass

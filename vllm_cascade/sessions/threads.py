@@ -2,7 +2,7 @@
 """Work in threads that no caller waits for: what it raises is logged."""
 
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import ParamSpec
 
 from vllm_cascade.log import logger
@@ -10,11 +10,23 @@ from vllm_cascade.log import logger
 Given = ParamSpec("Given")
 
 
+def started(most: int, name: str) -> ThreadPoolExecutor:
+    """A pool of which one thread runs from the beginning, so that all work is done some time."""
+    pool = ThreadPoolExecutor(most, name)
+    pool.submit(int)
+    return pool
+
+
 def submit(
     pool: Executor, work: Callable[Given, object], *args: Given.args, **kwargs: Given.kwargs
 ) -> None:
     """Let a pool's thread do ``work``. A future would keep its exception to itself."""
-    pool.submit(_logged, work, *args, **kwargs)
+    try:
+        pool.submit(_logged, work, *args, **kwargs)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        # The work is in the pool's queue, where one of its other threads takes it.
 
 
 def _logged(work: Callable[Given, object], *args: Given.args, **kwargs: Given.kwargs) -> None:

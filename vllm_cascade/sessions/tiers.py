@@ -26,13 +26,15 @@ from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.pieces import Listed, Pieces
 from vllm_cascade.sessions.ranks import Outcome, Ranks
 from vllm_cascade.sessions.session import Command, Report
-from vllm_cascade.sessions.threads import submit
+from vllm_cascade.sessions.threads import started, submit
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FULL, UNWRITTEN = "full", "unwritten"
 """Problems of a write: the disk has no room, and any other. The former counts where ranks differ."""
+LISTENS_SECONDS = 10
+"""After a save, how long outcomes are collected though no file is written or read."""
 DROPPED = "dropped"
 """Problem of a write whose session was removed before its turn came; it is not counted."""
 
@@ -112,8 +114,9 @@ class WorkerSessions:
         self._unwritten: dict[str, tuple[int, State]] = {}
         self._closed = False
         self._said: set[str] = set()
-        self._writer = ThreadPoolExecutor(1, "kv-sessions-writer")
-        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-sessions-reader")
+        self._writer = started(1, "kv-sessions-writer")
+        self._readers = started(NUM_READERS, "kv-sessions-reader")
+        self._listens_until = 0.0  # for saves that failed in other ranks
 
     @property
     def num_bytes(self) -> int:
@@ -132,15 +135,16 @@ class WorkerSessions:
         resumed: dict[int, Units] = {}
         for command in commands:
             if command.op == "save":
-                self.states[command.id] = self._save(command.pages)
+                self._save(command)
             elif command.op == "restore":
                 state = self.states[command.id]
                 self._copies.restore(command.pages, state.pages)
                 if state.units is not None:
                     resumed[command.pages[0]] = state.units
             elif command.op == "write":
-                with self._lock:
-                    self._unwritten[command.id] = self._num_files, self.states[command.id]
+                if command.id in self.states:  # else it could not be saved
+                    with self._lock:
+                        self._unwritten[command.id] = self._num_files, self.states[command.id]
                 self._begin(self._writer, command, self._write)
             elif command.op == "remove":
                 with self._lock:
@@ -160,22 +164,40 @@ class WorkerSessions:
         if self._stores is not None:
             self._stores.resume(resumed)
 
-    def _save(self, pages: Sequence[int]) -> State:
-        stores, copies = self._stores, self._copies
-        units = None if stores is None else stores.save(pages[0], copies.settle)
-        return State(copies.save(pages), units)
+    def _save(self, command: Command) -> None:
+        """Begin to copy pages. Without memory for them the session is lost, and steps go on."""
+        stores, copies, pages = self._stores, self._copies, command.pages
+        self._listens_until = time.monotonic() + LISTENS_SECONDS
+        try:
+            units = None if stores is None else stores.save(pages[0], copies.settle)
+            copied = copies.save(pages)
+        except (RuntimeError, MemoryError) as error:
+            self._unsaved(command, error)
+            return
+        self.states[command.id] = State(copied, units)
+        copied.add_done_callback(lambda done: self._unsaved(command, done.exception()))
+
+    def _unsaved(self, command: Command, error: BaseException | None) -> None:
+        """Post that a copy failed; None: it did not."""
+        if error is not None:
+            self._warn("save", f"a session could not be copied ({error}); it is not kept")
+            stamp = command.header.get("stamp", "")
+            self._ranks.post(Outcome(-1, "save", command.id, problem="unsaved", stamp=stamp))
 
     def take_report(self) -> Report:
         """What the threads of all ranks finished since the last call; one rank reports it."""
         report = Report()
-        if not self._ranks.collects or self._num_reported == self._num_files:
+        idle = self._num_reported == self._num_files and time.monotonic() > self._listens_until
+        if idle or not self._ranks.collects:
             return report
         for outcome in self._ranks.collect():
-            self._num_reported += 1
+            self._num_reported += outcome.op != "save"
             if outcome.problem == DROPPED:
                 continue
             report.stamps[outcome.id] = outcome.stamp
-            if outcome.op == "write":
+            if outcome.op == "save":
+                report.unsaved.append(outcome.id)
+            elif outcome.op == "write":
                 (report.unwritten if outcome.problem else report.written).append(outcome.id)
                 report.full |= outcome.problem == FULL
             elif outcome.problem:
@@ -303,7 +325,9 @@ class WorkerSessions:
             if listed and self._stores is not None and self._pieces is not None:
                 pieces = self._pieces.read(listed, self._stores.piece_of)
             state = State.of(tensors, pieces, self._stores)
-        except (KeyError, ValueError, RuntimeError) as error:
+        except (KeyError, ValueError, RuntimeError, MemoryError) as error:
+            if files.lacks_resources(error):
+                raise files.Unusable("io", f"{id_}: {error}") from error
             raise files.Unusable("foreign", f"{id_}: evicted units of another shape") from error
         shapes = [(pages.dtype, pages.shape[1:]) for pages in state.pages]
         if shapes != [(pool.dtype, pool.shape[1:]) for pool in self._copies.pools]:
