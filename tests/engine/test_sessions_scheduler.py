@@ -4,6 +4,7 @@
 import itertools
 import json
 import queue
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.test_scheduler import finish_step, make_scheduler
+from vllm_cascade.engine import sessions
 from vllm_cascade.engine.admission import check_session
 from vllm_cascade.engine.scheduler import KVPolicyScheduler
 from vllm_cascade.engine.session_header import policy_settings
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions import session
+from vllm_cascade.sessions.session import Report
 
 PROMPT = list(range(1, 21))
 
@@ -114,6 +117,40 @@ def test_a_client_that_disconnects(scheduler: Any) -> None:
     scheduler.finish_requests([one.request_id], RequestStatus.FINISHED_ABORTED)
     assert len(index) == 2 and index.counters.hits == {"memory": 1}
     assert first.names and list(index._by_name.values()) == [first] and not first.continued
+
+
+def test_a_request_does_not_wait_for_ever_for_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads its prompt; when the file has been read, the next request starts from it."""
+    now = [time.time()]
+    monkeypatch.setattr(sessions.time, "time", lambda: now[0])
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    history = ask(scheduler, PROMPT)
+    (first,) = index._sessions.values()
+    index.take_commands()
+    index.note(Report(written=[first.id]))
+    index._set_memory(first)
+    one = add(scheduler, [*history, 7, 8], max_tokens=2)
+    for seconds in (0, sessions.MOST_WAITED - 1):
+        now[0] += seconds
+        finish_step(scheduler, scheduler.schedule())
+        assert first.waiting == {one.request_id} and not one.num_computed_tokens
+    other = add(scheduler, [*history, 9], max_tokens=2)
+    finish_step(scheduler, scheduler.schedule())
+    now[0] += 1
+    output = scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 0 and not first.waiting
+    assert {new.req_id for new in output.scheduled_new_reqs} == {one.request_id, other.request_id}
+    assert index.counters.misses["slow"] == 1 and first.reading
+    finish_step(scheduler, output)
+    index.note(Report(read={first.id: 31.0}), now[0])
+    third = add(scheduler, [*history, 10], max_tokens=2)
+    assert scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == first.num_tokens
+    assert index.counters.hits == {"memory": 1} and third.num_computed_tokens
+    assert not scheduler.sessions._slow and not scheduler.sessions._waited
+    scheduler.shutdown()
 
 
 @pytest.mark.parametrize("keep", [0, 128])

@@ -26,6 +26,7 @@ MISSES = {
     "missing": "a file was gone",
     "foreign": "a file is of another model, policy, layout, type or version",
     "io": "a file could not be read",
+    "slow": "a request waited too long for a file, and read its prompt",
     "name_diverged": "a prompt did not begin with the session of its kv_session name",
 }
 """Reasons why no session was there, and what each means."""

@@ -53,6 +53,9 @@ vLLM's beam search sends a request for each beam and token, and ``/generative_sc
 item. No chat continues them, and their states would evict those of chats.
 """
 
+MOST_WAITED = 30
+"""Seconds that a request waits for its session's file. Then it reads its prompt."""
+
 
 class SchedulerSessions:
     """A scheduler's sessions.
@@ -91,6 +94,8 @@ class SchedulerSessions:
         self._found: dict[str, Session] = {}  # by request id, while the request waits
         self._reported = SessionCounters()
         self._searched: dict[str, int] = {}  # the index's version when they were looked for
+        self._waited: dict[str, float] = {}  # by request id, the time at which it began to wait
+        self._slow: set[str] = set()  # requests that have waited long enough
         self._tiers: dict[str, str] = {}  # where these sessions were
         self.started: dict[str, str] = {}  # sessions that running requests started from
         path = settings.folder(config.parallel_config.data_parallel_index)
@@ -298,6 +303,8 @@ class SchedulerSessions:
             known: prefix tokens that a snapshot covers; only longer sessions are used.
         """
         name = request.request_id
+        if name in self._slow:
+            return True
         if self._searched.get(name) != self.index.version:
             self._leave(name)
             session = self._find(request)
@@ -310,7 +317,22 @@ class SchedulerSessions:
             self._tiers.setdefault(name, "memory")
             return True
         self._tiers[name] = "disk"
-        return False
+        return self._is_slow(name)
+
+    def _is_slow(self, request_id: str) -> bool:
+        """Whether a request has waited too long for its session's file, which it then leaves.
+
+        A thread may still be reading the file. The session is found again when it has, or after a
+        while; until then no other request begins to wait for it.
+        """
+        now = time.time()
+        if now - self._waited.setdefault(request_id, now) < MOST_WAITED:
+            return False
+        self.index.rest(self._found[request_id], now)
+        self._leave(request_id)
+        self._tiers.pop(request_id, None)
+        self._slow.add(request_id)
+        return True
 
     def _find(self, request: Request) -> Session | None:
         if request.skip_reading_prefix_cache:
@@ -334,6 +356,12 @@ class SchedulerSessions:
         session = self._found.pop(request_id, None)
         if session is not None:
             session.waiting.discard(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Forget what is known of a request that waits no more."""
+        self._leave(request_id)
+        self._waited.pop(request_id, None)
+        self._slow.discard(request_id)
 
     def tokens_of(self, request: Request) -> int:
         """Tokens of the session that a waiting request starts from; 0: none."""
@@ -363,11 +391,13 @@ class SchedulerSessions:
             if request.num_preemptions == 0:
                 self.index.counters.misses[self._reason(request)] += 1
         self._prompts.pop(request, None)
-        self._leave(name)
+        self._forget(name)
         return started
 
     def _reason(self, request: Request) -> str:
         """Why no session serves a request."""
+        if request.request_id in self._slow:
+            return "slow"
         prompt = self._prompt_of(request)
         others = (self.index.diverges(context, prompt) for context in self._contexts(request))
         return "diverged" if any(others) else "no_session"
@@ -377,7 +407,7 @@ class SchedulerSessions:
     def ended(self, request: Request, pages: Callable[[int], Sequence[int]]) -> None:
         """Keep the state of a finished request. Its pages are still those that it had."""
         name = request.request_id
-        self._leave(name)
+        self._forget(name)
         self._tiers.pop(name, None)
         continued = self.started.pop(name, None)
         arguments = (request.sampling_params and request.sampling_params.extra_args) or {}

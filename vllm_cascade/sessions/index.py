@@ -30,7 +30,7 @@ from vllm_cascade.sessions.session import (
 TOUCH_SECONDS = 60
 """Least time between two touches of a file."""
 REST_SECONDS = 30
-"""Time until a file is read again that had a read error."""
+"""Time until a file is read again that had a read error, or took too long."""
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
 
@@ -335,6 +335,7 @@ class SessionIndex:
             self.counters.load_seconds.append(seconds)
             if (session := self._reported(report, id_)) and session.reading:
                 self._set_memory(session, in_memory=True)
+                self.version += session.rests_until > 0
                 session.rests_until = 0.0
         for id_, reason in report.unreadable.items():
             self.counters.misses[reason] += 1
@@ -345,8 +346,12 @@ class SessionIndex:
                     self.forget(session)
                 else:  # its file stays
                     session.unusable = reason != "io"
-                    session.rests_until = now + REST_SECONDS
-                    self.version += 1
+                    self.rest(session, now)
+
+    def rest(self, session: Session, now: float) -> None:
+        """Let no request find a session for a while, unless it is read meanwhile."""
+        session.rests_until = now + REST_SECONDS
+        self.version += 1
 
     def _undo(self, session: Session) -> None:
         """Forget a session of which there is no state; what it continues is the chat's end again."""

@@ -83,8 +83,8 @@ class Session:
         waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
         continued: a later session began with it; it leaves a tier before those that end a chat.
         before: id of the session that it continues.
-        rests_until: seconds since the epoch before which its file is not read again, because it
-            had a read error.
+        rests_until: seconds since the epoch before which no request finds it, because its file
+            had a read error or takes long to read.
         unusable: this engine cannot read its file, which is another engine's, or too large for the
             memory. The session counts until it leaves the folder.
     """
