@@ -2,6 +2,7 @@
 """Sessions of several ranks: a session counts only where every rank has its part."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed import HashStore
 
 from tests.sessions.test_files import ENGINE, pools, wait
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions import ranks as ranks_module
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import file_name, read_header, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
@@ -100,6 +102,31 @@ def test_each_rank_writes_and_reads_its_part(tmp_path: Path) -> None:
     pages = [pool[[1, 0]] for rank in ranks for pool in rank._copies.pools]
     assert all(map(torch.equal, pages, wanted))
     close(ranks)
+
+
+@pytest.mark.parametrize("case", ["same", "another", "not there", "cannot be made"])
+def test_every_rank_sees_the_same_folder(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines have folders of one path that are not shared; a start stops on all of them."""
+    monkeypatch.setattr(ranks_module, "APPEARS_SECONDS", 0.2)
+    first, second = tmp_path / "a" / "sessions", tmp_path / "b"
+    if case == "another":
+        second.mkdir()
+    elif case == "cannot be made":
+        (tmp_path / "a").write_text("a file")
+    store = HashStore()
+    folders = [first, first if case == "same" else second]
+    with ThreadPoolExecutor() as pool:
+        made = [Ranks(rank, 2, store) for rank in range(2)]
+        for _ in range(2):
+            done = [pool.submit(made[n].check_folder, folders[n]) for n in range(2)]
+            errors = [str(one.exception(30)) for one in done]
+            if case in ("same", "cannot be made"):  # the scheduler refuses the latter
+                assert errors == ["None"] * 2
+            else:
+                assert all("rank 1 does not see the folder of rank 0" in e for e in errors)
+    assert case == "cannot be made" or not list(first.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["gone", "altered", "swapped", "another write"])

@@ -51,12 +51,12 @@ class SessionWorker(_Base):
         """Keep sessions, if the engine does. Called once, when pages and stores exist."""
         settings = SessionSettings.of(self.vllm_config.additional_config)
         if settings is not None:
-            self._sessions = WorkerSessions(
-                self.device_entry.session_copies(page_pools(self.model_runner.kv_caches)),
-                settings.folder(self.parallel_config.data_parallel_index),
-                self._stores,
-                session_ranks(self.rank, self.parallel_config),
-            )
+            folder = settings.folder(self.parallel_config.data_parallel_index)
+            ranks = session_ranks(self.rank, self.parallel_config)
+            if folder is not None and ranks.world > 1:
+                ranks.check_folder(folder)
+            copies = self.device_entry.session_copies(page_pools(self.model_runner.kv_caches))
+            self._sessions = WorkerSessions(copies, folder, self._stores, ranks)
 
     def _serve_sessions(self, output: SchedulerOutput) -> None:
         """Execute the scheduler's commands. Nothing has followed ``output`` yet."""

@@ -82,6 +82,16 @@ class Folder:
             raise OSError("the folder was deleted while in use, and another server has made it")
         self._taken = taken
 
+    def make(self) -> None:
+        """Create the folder for this user alone.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if self.path.name.startswith(ENGINE_FOLDER):  # the first engine may come later
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def open(self) -> None:
         """Create the folder and take it for this server, until ``close`` or the process' end.
 
@@ -89,9 +99,7 @@ class Folder:
             KVPolicyError: it cannot be written, belongs to another user, or another server has it.
         """
         try:
-            if self.path.name.startswith(ENGINE_FOLDER):  # the first engine may come later
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.make()
             found = self.path.stat()
             if found.st_uid != os.getuid():
                 raise PermissionError("it belongs to another user")

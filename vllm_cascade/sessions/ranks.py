@@ -7,10 +7,24 @@ collects them between steps; it never waits for another rank.
 """
 
 import json
+import secrets
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
-from torch.distributed import HashStore, Store
+from torch.distributed import DistError, HashStore, Store
+
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.files import SUFFIX
+from vllm_cascade.sessions.folder import Folder
+
+PATIENCE = timedelta(minutes=3)
+"""How long a rank waits for others at start."""
+APPEARS_SECONDS = 5
+"""How long a rank looks for a file that another one has made."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,45 @@ class Ranks:
     def name(self) -> str:
         return f"{self.rank}of{self.world}"
 
+    def check_folder(self, folder: Path) -> None:
+        """Make sure that every rank sees the folder of the first one; all ranks call this.
+
+        The first rank makes a file there, for which the others look.
+
+        Raises:
+            KVPolicyError: a rank sees another folder.
+        """
+        mark = folder / f".{secrets.token_hex(8)}{SUFFIX}"  # a start removes such files
+        turn = self._store.add(f"folders of {self.rank}", 1)  # a process may run several engines
+        seen = [f"folder {turn} of {rank}" for rank in range(self.world)]
+        if self.rank == 0:
+            shown = ""
+            with suppress(OSError):  # the scheduler refuses such a folder
+                Folder(folder).make()
+                mark.touch(0o600)
+                shown = mark.name
+            self._store.set(seen[0], shown)
+        try:
+            self._store.wait(seen[:1], PATIENCE)
+            name = self._store.get(seen[0]).decode()
+            if self.rank:
+                self._store.set(seen[self.rank], str(not name or _appears(folder / name)))
+            self._store.wait(seen, PATIENCE)
+        except DistError as error:
+            raise KVPolicyError(
+                "--kv-sessions-dir: another rank of this engine has stopped (its log says why)"
+            ) from error
+        finally:
+            if self.rank == 0:
+                with suppress(OSError):
+                    mark.unlink(missing_ok=True)
+        others = [r for r, key in enumerate(seen) if self._store.get(key) == b"False"]
+        if others:
+            raise KVPolicyError(
+                f"--kv-sessions-dir {folder}: rank {others[0]} does not see the folder of rank 0; "
+                "give all machines of an engine one folder on a file system that they share"
+            )
+
     def post(self, outcome: Outcome) -> None:
         """Tell the rank that collects. Any thread may call this."""
         number = self._store.add("posted", 1)
@@ -74,6 +127,14 @@ class Ranks:
             if len(parts) == self.world:
                 finished.append(_combined(self._partial.pop(outcome.number)))
         return finished
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes soon: a network file system may show it late."""
+    deadline = time.monotonic() + APPEARS_SECONDS
+    while not (found := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def _combined(parts: list[Outcome]) -> Outcome:
