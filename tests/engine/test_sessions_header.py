@@ -185,9 +185,7 @@ def test_a_smaller_bound_keeps_pinned_sessions_first(
     assert [one.names for one in index._sessions.values()] == [{"scope mine"}, set()]
 
 
-def test_a_bound_that_the_disk_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bound_that_the_disk_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folder, "room", lambda _: 3 << 30)
     for bound, warned in ((3 << 30, False), (4 << 30, True)):
         _, said = scanned(tmp_path, monkeypatch, disk_bytes=bound)

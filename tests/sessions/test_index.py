@@ -285,7 +285,7 @@ def test_pins_hold_half_of_a_tier(tier: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_aborted_answer_leaves_the_turn_before_as_it_is() -> None:
-    """It stays pinned and does not leave first; a request that starts from the answer changes it."""
+    """It stays pinned and does not leave first, until a request starts from the answer."""
     index = SessionIndex(50)
     first = keep(index, [1], name="chat")
     half = keep(index, [1, 2], name="chat", before=first, aborted=True)

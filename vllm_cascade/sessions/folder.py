@@ -119,7 +119,7 @@ class Folder:
             problem = (
                 "another server uses this folder; give each server a folder of its own"
                 if isinstance(error, BlockingIOError)
-                else f"the folder cannot be locked ({error}); choose one whose file system has locks"
+                else f"it cannot be locked ({error}); choose a folder whose file system has locks"
             )
             raise KVPolicyError(f"--kv-sessions-dir {self.path}: {problem}") from error
         self._lock = descriptor

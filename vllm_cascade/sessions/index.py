@@ -354,7 +354,7 @@ class SessionIndex:
         self.version += 1
 
     def _undo(self, session: Session) -> None:
-        """Forget a session of which there is no state; what it continues is the chat's end again."""
+        """Forget a session that has no state; what it continues is the chat's end again."""
         names, before = tuple(session.names), self._sessions.get(session.before)
         self.forget(session)
         if before is not None:

@@ -32,7 +32,7 @@ NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FULL, UNWRITTEN = "full", "unwritten"
-"""Problems of a write: the disk has no room, and any other. The former counts where ranks differ."""
+"""Problems of a write: the disk has no room, or any other. Where ranks differ, the first counts."""
 LISTENS_SECONDS = 10
 """After a save, how long outcomes are collected though no file is written or read."""
 DROPPED = "dropped"
