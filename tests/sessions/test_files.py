@@ -281,9 +281,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(folder_module.fcntl, "flock", fail)
-    with pytest.raises(
-        KVPolicyError, match=r"cannot be locked .*No locks .* whose file system"
-    ):
+    with pytest.raises(KVPolicyError, match=r"cannot be locked .*No locks .* whose file system"):
         Folder(tmp_path).open()
 
 

@@ -68,6 +68,7 @@ class SessionIndex:
     ) -> None:
         self.header = dict(header or {})
         self.memory_bytes, self.disk_bytes, self.ttl = memory_bytes, disk_bytes, ttl
+        self._most_disk = disk_bytes  # as the settings say
         self.counters = SessionCounters()
         self.version = 0  # changes whenever a search may give another result
         self.used = {"memory": 0, "disk": 0}  # bytes
@@ -330,7 +331,7 @@ class SessionIndex:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
                 if report.full:
-                    self._shrink(session.num_bytes)
+                    self._shrink()
         for id_, seconds in report.read.items():
             self.counters.load_seconds.append(seconds)
             if (session := self._reported(report, id_)) and session.reading:
@@ -483,16 +484,13 @@ class SessionIndex:
                 self.forget(session)
         return True
 
-    def _shrink(self, least: int) -> None:
+    def _shrink(self) -> None:
         """Take what is on disk as the folder's bound, since the disk has no room for more.
 
         From then on the least recently used sessions make room for new ones. A start tries the
         bound of the settings again.
-
-        Args:
-            least: the smallest bound, so that one session is tried again when nothing is there.
         """
-        self.disk_bytes = min(self.disk_bytes, max(self.used["disk"], least))
+        self.disk_bytes = max(min(self.disk_bytes, self.used["disk"]), 1)
 
     def _make_disk_room(self, written: Session) -> bool:
         """Free space in the folder in the order of ``_leaving``; pinned sessions stay.
@@ -500,7 +498,9 @@ class SessionIndex:
         So does what a session continues until that session's own file is complete, and as long as
         a pinned one has no file: a crash must not find a chat without any.
         """
-        num_bytes, free = written.num_bytes, self.disk_bytes - self.used["disk"]
+        num_bytes = written.num_bytes
+        # A disk that was full may have room again: one session is tried.
+        free = max(self.disk_bytes, min(num_bytes, self._most_disk)) - self.used["disk"]
         waiting = [
             one
             for one in self._sessions.values()
