@@ -180,6 +180,7 @@ def test_a_session_with_a_read_error_is_tried_again() -> None:
         assert index.find("c", [n, 2], 1, 100 + REST_SECONDS - 1) is None
         assert index.version > version and index.names()[f"s {n}"] == session.id
     index.take_commands()
+    assert not index.keep("c", [0], 30, pages=(1,), now=101) and "s 0" in index.names()
     assert index.keep("c", [0], 10, pages=(1,), now=101)
     assert ops(index) == ["remove", "save", "write"] and "s 0" in index.names()
     later = 100 + REST_SECONDS

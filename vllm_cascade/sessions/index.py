@@ -208,10 +208,8 @@ class SessionIndex:
         if aborted:
             name = self._left_to(before, name)
         known, names = self._sessions.get(session.id), set[str]()
-        if known is not None and (known.unusable or known.rests_until > now):
-            names = known.names.copy()
-            self.forget(known)
-        elif known is not None:
+        replaced = known is not None and (known.unusable or known.rests_until > now)
+        if known is not None and not replaced:
             self._use(known, now)
             self._pin(known, name)
             self._bound_pins(known)
@@ -219,6 +217,9 @@ class SessionIndex:
         if not self._make_room(num_bytes):
             self.counters.misses["memory_full"] += 1
             return False
+        if known is not None:
+            names = known.names.copy()
+            self.forget(known)
         if before in self._sessions:
             session.before = before
             if not aborted:
