@@ -15,6 +15,7 @@ VENV=.venv
 TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 STAMP=$VENV/.vllm-cascade-setup
 LOG=$VENV/setup.log
+FOREIGN=$VENV/.made-elsewhere # this script did not make it: it may install there, and never removes it
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() {
@@ -65,10 +66,12 @@ started=$SECONDS
 # Where .venv/bin/pip installs: somewhere else when .venv was copied or moved.
 venv_of_pip() { "$VENV/bin/pip" --version 2>/dev/null | sed 's/.* from \(.*\)\/lib\/python.*/\1/'; }
 if [[ -e $VENV ]]; then
+    [[ -d $VENV ]] || fail "$VENV is not a folder: move it away"
+    [[ -f $LOG ]] || touch "$FOREIGN"
     if ! "$VENV/bin/python" -c "$suitable" 2>/dev/null \
         || [[ $(realpath "$(venv_of_pip)" 2>/dev/null) != "$(realpath "$VENV")" ]] \
         || [[ -f $STAMP && $(sed -n 2p "$STAMP") != "$device" ]]; then
-        [[ -f $LOG ]] || fail "$VENV cannot be used: it has no pip or another Python, or was moved" \
+        [[ ! -f $FOREIGN ]] || fail "$VENV cannot be used: it has no pip or another Python, or was moved" \
             "This script did not make it and does not remove it. Move it away."
         say "making $VENV again (it is broken, was moved, or is for another kind of machine)"
         rm -rf "$VENV"

@@ -116,7 +116,7 @@ def build(
 
 def _can_execute(folder: Path) -> bool:
     """False on a file system that is mounted with ``noexec``."""
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises where this user may not look
         folder = folder.parent
     return not os.statvfs(folder).f_flag & os.ST_NOEXEC
 

@@ -535,6 +535,19 @@ def test_a_folder_without_execution(
         build.build(cache)
 
 
+def test_a_folder_below_one_that_may_not_be_searched(
+    compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``/root`` for a user of a container."""
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Path, "exists", denied)
+    assert build.build(tmp_path / "file" / "cache").parent.parent == temporary
+
+
 def test_a_folder_with_another_users_lock(
     compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,8 +221,8 @@ def card() -> list[str]:
     assert 9 < more < 12, "about ten times: the rate is rough"
     return [
         f"reads 130,000 tokens {faster:.1f} times as fast as stock vLLM",
-        f"In the same {CACHE / 2**30:.0f} GiB of cache 16 requests of 32,000 tokens decode about ten "
-        f"times as many tokens a second, because stock has room for {room()} at a time",
+        f"In the same {CACHE / 2**30:.0f} GiB of cache 16 requests of 32,000 tokens decode about "
+        f"ten times as many tokens a second, because stock has room for {room()} at a time",
     ]
 
 

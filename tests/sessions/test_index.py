@@ -295,7 +295,8 @@ def test_an_aborted_answer_leaves_the_turn_before_as_it_is() -> None:
     again = keep(index, [1, 3], name="chat", before=first)  # the client asks again
     assert index.named("chat") is session_of(index, [1, 3]) and turn.continued and again
     third = keep(index, [1, 2, 3], name="chat", before=half, aborted=True)
-    assert index.named("chat") is answer and not answer.continued
+    assert index.named("chat") is session_of(index, [1, 3]), "the complete turn keeps it"
+    assert not answer.continued
     keep(index, [1, 2, 3, 4], name="chat", before=third)
     assert answer.continued and session_of(index, [1, 2, 3]).continued
     assert index.named("chat") is session_of(index, [1, 2, 3, 4])
@@ -303,6 +304,64 @@ def test_an_aborted_answer_leaves_the_turn_before_as_it_is() -> None:
     assert index.named("new") is session_of(index, [7]), "there is no turn before"
     keep(index, [8], name="new", aborted=True)
     assert index.named("new") is session_of(index, [7]), "another prompt was aborted"
+
+
+def test_a_chat_of_answers_that_end_by_stop_strings() -> None:
+    """The name follows one turn later, and earlier turns leave first."""
+    index, before = SessionIndex(100), None
+    for n in range(1, 6):
+        tokens = list(range(n))
+        if before is not None:
+            turn = session_of(index, tokens[:-1])
+            index.restore(turn, "request", (1, 2), "memory", 0)
+        before = keep(index, tokens, name="chat", before=before, aborted=True)
+        assert index.named("chat") is session_of(index, tokens[: max(n - 1, 1)])
+    turns = [session_of(index, list(range(n))) for n in range(1, 6)]
+    assert [turn.continued for turn in turns] == [True, True, True, False, False]
+
+
+def test_an_aborted_second_answer_leaves_the_newest_turn_its_name() -> None:
+    index = SessionIndex(100)
+    first = keep(index, [1], name="chat")
+    keep(index, [1, 2], name="chat", before=first)
+    keep(index, [1, 3], name="chat", before=first, aborted=True)
+    assert index.named("chat") is session_of(index, [1, 2])
+    other = keep(index, [5])
+    keep(index, [5, 6], name="chat", before=other, aborted=True)
+    assert index.named("chat") is session_of(index, [1, 2]), "another chat's"
+
+
+def test_names_of_aborted_answers_hold_half_of_a_tier() -> None:
+    """Turns without a name, each continued by an aborted answer with one."""
+    index = SessionIndex(200)
+    for n in range(30):
+        first = keep(index, [n])
+        index.keep("c", [n, 1], 10, (1, 2), 0, name=f"x {n}", before=first, aborted=True)
+    pinned = sum(one.num_bytes for one in index._sessions.values() if one.names)
+    assert pinned == 100 and not index.counters.misses["memory_full"]
+    keep(index, [77])
+    keep(index, [78], name="x last")
+
+
+def test_a_disk_that_was_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named sessions keep their names, and after ten minutes the bound is what it was."""
+    said: list[str] = []
+    monkeypatch.setattr(index_module.logger, "warning", lambda text, *_: said.append(text))
+    index = SessionIndex(10**6, disk_bytes=1000)
+    for n in range(10):
+        keep(index, [n], name=f"x {n}")
+        written(index)
+    failed = keep(index, [20])
+    index.take_commands()
+    index.note(Report(unwritten=[failed], full=True), 5)
+    assert index.disk_bytes == 100
+    keep(index, [21], now=6, name="x new")
+    written(index)
+    assert len(index.names()) == 11 and not said
+    keep(index, [22], now=5 + index_module.FULL_SECONDS)
+    assert index.disk_bytes == 100
+    keep(index, [23], now=6 + index_module.FULL_SECONDS)
+    assert index.disk_bytes == 1000 and "write" in ops(index)
 
 
 def test_time_to_live() -> None:

@@ -53,8 +53,9 @@ vLLM's beam search sends a request for each beam and token, and ``/generative_sc
 item. No chat continues them, and their states would evict those of chats.
 """
 
-MOST_WAITED = 30
-"""Seconds that a request waits for its session's file. Then it reads its prompt."""
+MOST_WAITED, SLOWEST_READ = 30, 10_000_000
+"""Seconds that a request waits for its session's file, and bytes that it waits one second more for.
+Then it reads its prompt, or starts from a shorter session in memory."""
 
 
 class SchedulerSessions:
@@ -303,13 +304,12 @@ class SchedulerSessions:
             known: prefix tokens that a snapshot covers; only longer sessions are used.
         """
         name = request.request_id
-        if name in self._slow:
-            return True
         if self._searched.get(name) != self.index.version:
             self._leave(name)
-            session = self._find(request)
+            session, may_wait = self._find(request), name not in self._slow
             if session is not None and session.num_tokens > known:
-                self._found[name] = session
+                if may_wait or session.in_memory:
+                    self._found[name] = session
             self._searched[name] = self.index.version
         if name not in self._found:
             return True
@@ -317,7 +317,7 @@ class SchedulerSessions:
             self._tiers.setdefault(name, "memory")
             return True
         self._tiers[name] = "disk"
-        return self._is_slow(name)
+        return self._is_slow(name) and self.may_start(request, known)
 
     def _is_slow(self, request_id: str) -> bool:
         """Whether a request has waited too long for its session's file, which it then leaves.
@@ -325,10 +325,11 @@ class SchedulerSessions:
         A thread may still be reading the file. The session is found again when it has, or after a
         while; until then no other request begins to wait for it.
         """
-        now = time.time()
-        if now - self._waited.setdefault(request_id, now) < MOST_WAITED:
+        now, session = time.time(), self._found[request_id]
+        most = MOST_WAITED + session.num_bytes / SLOWEST_READ
+        if now - self._waited.setdefault(request_id, now) < most:
             return False
-        self.index.rest(self._found[request_id], now)
+        self.index.rest(session, now)
         self._leave(request_id)
         self._tiers.pop(request_id, None)
         self._slow.add(request_id)

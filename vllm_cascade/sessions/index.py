@@ -9,9 +9,11 @@ The index holds no states. It issues commands, which workers execute (``tiers.py
 from their reports which files were written and read.
 """
 
+import itertools
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,8 @@ TOUCH_SECONDS = 60
 """Least time between two touches of a file."""
 REST_SECONDS = 30
 """Time until a file is read again that had a read error, or took too long."""
+FULL_SECONDS = 600
+"""Time after which a disk that was full is expected to have its room again."""
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
 
@@ -54,7 +58,7 @@ class SessionIndex:
 
     Args:
         memory_bytes: bound of host memory over all workers.
-        disk_bytes: bound of the folder; 0: no folder. It shrinks when the disk is full.
+        disk_bytes: bound of the folder; 0: no folder. It shrinks for a while when the disk is full.
         ttl: seconds without use after which a session is dropped; 0: never.
         header: what every file says of this engine.
     """
@@ -80,6 +84,7 @@ class SessionIndex:
         self._prompts: dict[str, Counter[str]] = {}  # by context
         self._commands: list[Command] = []
         self._said = False  # that pins were lost
+        self._was_full = -inf  # when a file could not be written for lack of room
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -162,6 +167,7 @@ class SessionIndex:
         self._command("restore", session, pages=tuple(pages))
         session.waiting.discard(request_id)
         session.continued = False
+        self._continue(session)
         self._use(session, now)
         self.counters.hits[tier] += 1
         self.counters.hit_tokens += session.num_tokens
@@ -200,6 +206,8 @@ class SessionIndex:
             is counted.
         """
         self.expire(now)
+        if now - self._was_full > FULL_SECONDS:
+            self.disk_bytes = self._most_disk
         num = len(tokens)
         digests = token_digests(np.asarray(tokens, dtype=np.int32), sorted({num_prompt, num}))
         prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
@@ -238,21 +246,33 @@ class SessionIndex:
 
     def _continue(self, session: Session) -> None:
         """Note that a chat goes on from what a session continues, also from aborted answers."""
-        before = self._sessions.get(session.before)
-        while before is not None and not before.continued:
+        for before in itertools.islice(self._chain(session), 1, None):
+            if before.continued:
+                break
             before.continued = True
-            before = self._sessions.get(before.before)
 
     def _left_to(self, before: str | None, name: str | None) -> str | None:
-        """The name that an aborted answer's state gets: none if what it continues can have it.
+        """The name that an aborted answer's state gets: none if another session has, or gets, it.
 
-        That is complete, since a request started from it, and it may be an earlier aborted answer.
+        What the answer continues is complete, since a request started from it. It takes the name
+        over from earlier turns, but not from a later one: the answer may be one turn's second.
         """
-        if name is None or (before not in self._sessions and name not in self._by_name):
+        if name is None:
+            return None
+        owner, complete = self._by_name.get(name), self._sessions.get(before or "")
+        if owner is None and complete is None:
             return name
-        if before is not None and before in self._sessions:
-            self._pin(self._sessions[before], name)
+        if complete is not None and (owner is None or owner in self._chain(complete)):
+            self._pin(complete, name)
+            self._bound_pins(complete)
         return None
+
+    def _chain(self, session: Session) -> Iterator[Session]:
+        """A session and those that it continues, the latest first."""
+        found: Session | None = session
+        while found is not None:
+            yield found
+            found = self._sessions.get(found.before)
 
     def adopt(self, session: Session, names: Iterable[str] = ()) -> bool:
         """Take a session found in the folder at start; False if it does not fit the bounds."""
@@ -332,7 +352,7 @@ class SessionIndex:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
                 if report.full:
-                    self._shrink()
+                    self._shrink(now)
         for id_, seconds in report.read.items():
             self.counters.load_seconds.append(seconds)
             if (session := self._reported(report, id_)) and session.reading:
@@ -363,6 +383,7 @@ class SessionIndex:
             before.continued = False
             for name in names:
                 self._pin(before, name)
+            self._bound_pins(before)
 
     def _reported(self, report: Report, id_: str) -> Session | None:
         """The session that an outcome is about; None: it is gone, or equal tokens replaced it."""
@@ -418,11 +439,13 @@ class SessionIndex:
         files = [(one, self._durable(one)) for one in order]
         disk = [(one, file) for one, file in files if file.on_disk or file.writing]
         memory = [(one, one) for one in order if not one.on_disk and not one.writing]
-        for tier, bound in ((memory, self.memory_bytes), (disk, self.disk_bytes)):
-            excess = sum(held.num_bytes for _, held in tier) - bound // 2
-            for one, held in tier:
+        for tier, bound in ((memory, self.memory_bytes), (disk, self._most_disk)):
+            held = Counter(file.id for _, file in tier)
+            excess = sum(self._sessions[id_].num_bytes for id_ in held) - bound // 2
+            for one, file in tier:
                 if excess > 0 and one is not newest:
-                    excess -= held.num_bytes
+                    held[file.id] -= 1
+                    excess -= 0 if held[file.id] else file.num_bytes
                     self._lose_pin(one)
 
     def _lose_pin(self, session: Session) -> None:
@@ -485,12 +508,13 @@ class SessionIndex:
                 self.forget(session)
         return True
 
-    def _shrink(self) -> None:
+    def _shrink(self, now: float) -> None:
         """Take what is on disk as the folder's bound, since the disk has no room for more.
 
-        From then on the least recently used sessions make room for new ones. A start tries the
-        bound of the settings again.
+        The least recently used sessions make room for new ones then. After a while the bound of
+        the settings is tried again.
         """
+        self._was_full = now
         self.disk_bytes = max(min(self.disk_bytes, self.used["disk"]), 1)
 
     def _make_disk_room(self, written: Session) -> bool:

@@ -7,6 +7,7 @@ collects them between steps; it never waits for another rank.
 """
 
 import json
+import os
 import secrets
 import time
 from contextlib import suppress
@@ -92,6 +93,7 @@ class Ranks:
             if self.rank:
                 self._store.set(seen[self.rank], str(not name or _appears(folder / name)))
             self._store.wait(seen, PATIENCE)
+            others = [r for r, key in enumerate(seen) if self._store.get(key) == b"False"]
         except DistError as error:
             raise KVPolicyError(
                 "--kv-sessions-dir: another rank of this engine has stopped (its log says why)"
@@ -100,7 +102,6 @@ class Ranks:
             if self.rank == 0:
                 with suppress(OSError):
                     mark.unlink(missing_ok=True)
-        others = [r for r, key in enumerate(seen) if self._store.get(key) == b"False"]
         if others:
             raise KVPolicyError(
                 f"--kv-sessions-dir {folder}: rank {others[0]} does not see the folder of rank 0; "
@@ -132,7 +133,7 @@ class Ranks:
 def _appears(path: Path) -> bool:
     """Whether a file is there, or comes soon: a network file system may show it late."""
     deadline = time.monotonic() + APPEARS_SECONDS
-    while not (found := path.exists()) and time.monotonic() < deadline:
+    while not (found := os.path.exists(path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 

@@ -293,6 +293,8 @@ class WorkerSessions:
     def _read(self, command: Command, number: int) -> str:
         assert self._folder is not None and self._pieces is not None
         path = self._path(command.id)
+        if self._is_dropped(command, number):
+            return DROPPED
         self._pieces.load()
         known = (*files.FOREIGN, "stamp")  # the rest is for people
         expected = {key: value for key, value in command.header.items() if key in known}
@@ -300,6 +302,8 @@ class WorkerSessions:
             header, tensors = files.read(path, {**expected, "rank": self._ranks.name})
             state = self._checked(command.id, header, tensors, files.pieces_of(header))
         except files.Unusable as error:
+            if self._is_dropped(command, number):  # and perhaps written again, with another stamp
+                return DROPPED
             fix = "`vllm-cascade sessions DIR verify` lists all damaged files"
             self._warn(error.reason, f"a session could not be read: {error}; {fix}")
             if error.reason == "damaged":
@@ -309,6 +313,11 @@ class WorkerSessions:
             if self._reading.get(command.id) == number:  # else it was dropped meanwhile
                 self._arrived[command.id] = state
         return ""
+
+    def _is_dropped(self, command: Command, number: int) -> bool:
+        """Whether a session is not to be read any more."""
+        with self._lock:
+            return self._reading.get(command.id) != number
 
     def _checked(
         self,
