@@ -82,10 +82,10 @@ def quality() -> list[str]:
         for arm in ("sink, recall 8", "sink", "full")
     )
     return [
-        "with 4,096 tokens, of which a quarter is attended, SmolLM2-135M scores "
+        "documents of 4,096 tokens, a quarter attended, SmolLM2-135M scores "
         f"{recalled} % with recall, {alone} % without, and {whole} % with full attention",
         f"have {less('perplexity-books-516', 'perplexity'):.1f} % less perplexity with 516 cached",
-        f"of numbers {near} to {far} tokens back, with 516 cached, sink found {sink} of 16 and "
+        f"numbers {near} to {far} tokens back, with 516 cached, sink found {sink} of 16 and "
         f"cascade {cascade} ",
         f"of 60 numbers {old} to {new:,} tokens back, with 516 attended, {found[0]} were found, "
         f"and {found[1]} by the whole cache",
