@@ -72,12 +72,12 @@ def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
             paths |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
     except (OSError, ValueError):  # not Linux's
         pass
-    for controller, name, *names in VERSIONS:
+    for controller, name, limit, used, cache in VERSIONS:
         root = CGROUP / name
         group = root / paths.get(controller, "")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
-                yield folder, *names
+                yield folder, limit, used, cache
 
 
 def unit_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
