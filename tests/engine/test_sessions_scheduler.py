@@ -157,6 +157,32 @@ def test_a_request_does_not_wait_for_ever_for_a_file(
     scheduler.shutdown()
 
 
+def test_a_request_that_waited_starts_from_an_earlier_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the last turn is large, and read too slowly; the turn before is in memory."""
+    now = [time.time()]
+    monkeypatch.setattr(sessions.time, "time", lambda: now[0])
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    history = ask(scheduler, [*ask(scheduler, PROMPT), 5])
+    first, last = index._sessions.values()
+    monkeypatch.setattr(sessions, "SLOWEST_READ", last.num_bytes / 40)
+    index.take_commands()
+    index.note(Report(written=[first.id, last.id]))
+    index._set_memory(last)
+    one = add(scheduler, [*history, 7, 8], max_tokens=2)
+    for seconds in (0, sessions.MOST_WAITED + 39):
+        now[0] += seconds
+        finish_step(scheduler, scheduler.schedule())
+        assert not one.num_computed_tokens
+    now[0] += 2
+    output = scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == first.num_tokens < last.num_tokens
+    assert index.counters.hits == {"memory": 2}
+    scheduler.shutdown()
+
+
 @pytest.mark.parametrize("keep", [0, 128])
 def test_turns_that_keep_more_of_their_prompts_continue(keep: int) -> None:
     """``keep_prompt`` keeps more of each turn's prompt; states differ once tokens are evicted."""

@@ -343,6 +343,22 @@ def test_names_of_aborted_answers_hold_half_of_a_tier() -> None:
     keep(index, [78], name="x last")
 
 
+def test_two_pinned_turns_with_one_file_count_once() -> None:
+    """The later one could not be written, so the file of the turn before is kept for it."""
+    index = SessionIndex(10**6, disk_bytes=80)
+    first = keep(index, [1], name="x a")
+    written(index)
+    second = keep(index, [1, 2], name="x b", before=first)
+    index.take_commands()
+    index.note(Report(unwritten=[second]))
+    for n in range(3, 6):
+        keep(index, [n], name=f"x {n}")
+        written(index)
+    assert list(index.names()) == ["x a", "x b", "x 3", "x 4", "x 5"]
+    keep(index, [6], name="x 6")
+    assert list(index.names()) == ["x 3", "x 4", "x 5", "x 6"], "one alone would free nothing"
+
+
 def test_a_disk_that_was_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named sessions keep their names, and after ten minutes the bound is what it was."""
     said: list[str] = []
