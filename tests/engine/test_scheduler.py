@@ -221,7 +221,10 @@ def test_an_abort_with_drafts(computing: bool, drafts: int, step: int) -> None:
         KVPolicyScheduler, num_pages=40, kv_sessions=True, speculative_config=speculation
     )
     worker = Drafts(8, 2)
-    scheduler.add_request(request("r", 20, 30))
+    one = request("r", 20, 30)
+    assert one.sampling_params is not None
+    one.sampling_params.extra_args = {"kv_session": "kept, however short"}
+    scheduler.add_request(one)
     for i in range(step + 1):
         output = scheduler.schedule()
         assert worker.note(output) == []
