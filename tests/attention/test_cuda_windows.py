@@ -26,7 +26,7 @@ from tests.attention.test_windows import (
 )
 from vllm_cascade.kernels import columns
 
-SLOW = ("window beyond the budget", "recall beyond the budget", "many")
+SLOW = ("window beyond the budget", "recall beyond the budget", "many", "token by token")
 
 
 @pytest.fixture(autouse=True)

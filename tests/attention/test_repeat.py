@@ -44,7 +44,7 @@ POLICIES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "random": (Shape(), {"name": "random", "budget": 14, "window": 5, "num_sinks": 2}),
     "recall": (Shape(), {**IN_UNITS, "recall": 2, "recall_store": 24, "recall_every": 1}),
 }
-QUICK = ("sink", "heads", "recall")
+QUICK = ("sink", "recall")
 WORDS = ("rows", "codes", "scales", "born", "token")
 """Of rings."""
 STEPS = [[1, 24], [1, 8], [1, 8], *[[1, 1]] * 5, [8, 1], *[[1, 1]] * 3, [1, 7]]
@@ -207,7 +207,7 @@ OVER_RANKS: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("mean", "recall"))) for n in OVER_RANKS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "recall")) for n in OVER_RANKS],
 )
 def test_ranks_that_decide_together_exchange_between_launches(
     name: str, monkeypatch: pytest.MonkeyPatch

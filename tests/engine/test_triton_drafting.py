@@ -35,7 +35,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 
 EXACT = [name for name in CASES if name not in ("random", "recall")]
 """``random`` draws other numbers for other layers, and draft models recall nothing."""
-QUICK = ("cascade", "window")
+QUICK = ("window",)
 
 
 def engine(
@@ -163,7 +163,8 @@ def test_two_ranks() -> None:
     assert found["accepted"] == found["drafted"] > 20
 
 
-@pytest.mark.parametrize("method", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_padded_as_in_a_graph(method: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     """A drafting model's CUDA graphs run batches that are padded, in vLLM's buffers."""
     policy, calls = {"prefill_stride": 8, **CASCADE}, []

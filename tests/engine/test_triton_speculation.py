@@ -170,6 +170,7 @@ def test_sixteen_requests_with_aborts(engine_pool: EnginePool, llama: Path) -> N
     engine_pool.close()
 
 
+@pytest.mark.slow
 def test_snapshots_preemptions_and_aborts(engine_pool: EnginePool, llama: Path) -> None:
     """Requests that come and go; a second batch starts from snapshots of the first one's."""
     num, policy = 14, {**CASCADE, "budget": 16, "trace": False}
