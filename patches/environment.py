@@ -22,5 +22,5 @@ def apply() -> None:
     Names that are not set stay unknown: those that vLLM knows are part of its compilation keys.
     """
     for name in NAMES:
-        if name in os.environ:
-            envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+        if name in os.environ and name not in envs.environment_variables:
+            envs.environment_variables[name] = functools.partial(os.environ.get, name)
