@@ -23,13 +23,13 @@ def apply_all() -> None:
     global _applied
     if _applied:
         return
-    _applied = True
     if (why := why_unsupported()) is not None:
         from vllm_cascade.log import logger
         from vllm_cascade.patches import unsupported
 
         unsupported.apply(why)
         logger.warning("%s", why)
+        _applied = True
         return
     from vllm_cascade.patches import (
         engine_args,
@@ -55,6 +55,7 @@ def apply_all() -> None:
         stat_loggers,
     ):
         patch.apply()
+    _applied = True
 
 
 def why_unsupported(version: str | None = None) -> str | None:

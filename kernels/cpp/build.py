@@ -122,7 +122,7 @@ def _can_execute(folder: Path) -> bool:
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether files can be made here; where several users may, the lock is the first one's."""
+    """Whether files can be made here, and the lock be taken, which may be another user's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder), open(folder / "lock", "a"):

@@ -54,8 +54,10 @@ item. No chat continues them, and their states would evict those of chats.
 """
 
 MOST_WAITED, SLOWEST_READ = 30, 10_000_000
-"""Seconds that a request waits for its session's file, and bytes that it waits one second more for.
-Then it reads its prompt, or starts from a shorter session in memory."""
+"""Seconds that a request waits for its session's file, and one more for so many bytes of it.
+
+Then it reads its prompt, or starts from a shorter session in memory.
+"""
 
 
 class SchedulerSessions:
@@ -359,7 +361,7 @@ class SchedulerSessions:
             session.waiting.discard(request_id)
 
     def _forget(self, request_id: str) -> None:
-        """Forget what is known of a request that waits no more."""
+        """Forget a request that no longer waits."""
         self._leave(request_id)
         self._waited.pop(request_id, None)
         self._slow.discard(request_id)

@@ -322,7 +322,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def lacks_resources(error: Exception) -> bool:
-    """Whether an error says that memory or threads are short, and nothing of a file.
+    """Whether an error is a lack of memory or threads, and not the fault of a file.
 
     PyTorch and ``threading`` raise plain ``RuntimeError``.
     """

@@ -49,7 +49,7 @@ def _uncount(counters: dict[str, Counter[Any]], context: str, key: Any) -> None:
 
 
 def _scopes(session: Session) -> set[str]:
-    """The cache salts and adapters whose requests have pinned a session, as its names begin."""
+    """The salts and adapters of the requests that pinned a session: first words of its names."""
     return {name.partition(" ")[0] for name in session.names}
 
 

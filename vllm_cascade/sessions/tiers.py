@@ -165,7 +165,7 @@ class WorkerSessions:
             self._stores.resume(resumed)
 
     def _save(self, command: Command) -> None:
-        """Begin to copy pages. Without memory for them the session is lost, and steps go on."""
+        """Begin to copy pages. Without memory for the copy, the session is dropped."""
         stores, copies, pages = self._stores, self._copies, command.pages
         self._listens_until = time.monotonic() + LISTENS_SECONDS
         try:
