@@ -28,7 +28,7 @@ from tests.patches import front_end
 from vllm_cascade import patches
 from vllm_cascade.engine import recall_memory
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
-from vllm_cascade.patches import environment
+from vllm_cascade.patches import environment, unsupported
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
@@ -416,6 +416,20 @@ def test_registering_again_changes_nothing() -> None:
     vllm_cascade.register()
     patches.apply_all()
     assert before == (EngineArgs.__init__, EngineArgs.create_engine_config)
+
+
+def test_a_patch_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ignores what the import of a plugin raises; the next import must not pass."""
+
+    def fail(why: str) -> None:
+        raise AttributeError("create_engine_config")
+
+    monkeypatch.setattr(patches, "_applied", False)
+    monkeypatch.setattr(patches, "why_unsupported", lambda: "another version")
+    monkeypatch.setattr(unsupported, "apply", fail)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="create_engine_config"):
+            patches.apply_all()
 
 
 def test_vllm_knows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
