@@ -108,11 +108,15 @@ def add_session_flags(parser: argparse.ArgumentParser) -> None:
     )
     for argument, field in sessions.FIELDS.items():
         text = f"{field.description}. (default: {default_of(field)})"
+        switch = field.annotation == bool | None
+        kind: Any = {"action": argparse.BooleanOptionalAction} if switch else {}
+        if not switch:
+            kind["type"] = field.annotation if field.annotation is float else str
         group.add_argument(
             FLAGS.name(argument),
-            type=field.annotation if field.annotation is float else str,
             default=argparse.SUPPRESS,
             help=text[0].upper() + text[1:],
+            **kind,
         )
 
 

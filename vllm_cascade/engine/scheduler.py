@@ -10,7 +10,7 @@ In the same hook, the scheduler sets each request's maximum length. The page man
 for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -252,7 +252,7 @@ class _StrideAligned(_Base):
         prompt_len = request.num_prompt_tokens
         if self.num_spec_tokens and start >= prompt_len:
             return self._with_drafts(request, start + num_new_tokens, limit) - start
-        stops = self._stops(request) if start < prompt_len else ()
+        stops = self._prompt_stops(request) if start < prompt_len else ()
         chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
         if self.scheduler_config.disable_chunked_mm_input:
             chunk = max(chunk, whole_input(request, start, num_new_tokens))
@@ -370,6 +370,11 @@ class _StrideAligned(_Base):
             known = snapshot.num_tokens if snapshot else 0
         return self.sessions.may_start(request, known)
 
+    def _prompt_stops(self, request: Request) -> list[int]:
+        """Prompt positions at which a chunk ends, because the state there is kept."""
+        sessions = self.sessions
+        return [*self._stops(request), 0 if sessions is None else sessions.prompt_stop(request)]
+
     def _stops(self, request: Request) -> list[int]:
         """Prompt positions at which to take a snapshot, without those that have one.
 
@@ -392,11 +397,19 @@ class _StrideAligned(_Base):
         self._looked_up.clear()
         output = super().schedule(*args, **kwargs)
         dropped: list[int] = []
-        started = self._start_sessions(output)
+        admitted = {request.request_id: hit for request, hit in self._admitted(output)}
+        started = self._start_sessions(admitted)
         if self._snapshots is not None:
-            # Snapshots come last: they use only pages that this step's requests left free.
-            self._note_admissions(self._snapshots, output, started)
-            self._take_snapshots(self._snapshots, output)
+            self._note_admissions(self._snapshots, admitted, started)
+        self._prefilling |= dict.fromkeys(admitted)
+        # States are kept last: snapshots use only pages that this step's requests left free.
+        for request, start in self._prompt_chunks(output):
+            if self._snapshots is not None and start in self._stops(request):
+                self._take_snapshot(self._snapshots, request, start)
+            # The pages of a request that this step starts are not filled yet.
+            if self.sessions is not None and start and request.request_id not in admitted:
+                if start == self.sessions.prompt_stop(request):
+                    self.sessions.keep_prompt(request, self._pages_of(request))
         if self._memory is not None:
             requests = [self.requests[name] for name in output.num_scheduled_tokens]
             rows = [(r.request_id, self._schedule_of(r), r.num_computed_tokens) for r in requests]
@@ -421,17 +434,18 @@ class _StrideAligned(_Base):
             if name in self._looked_up:
                 yield request, request.num_computed_tokens - output.num_scheduled_tokens[name]
 
-    def _start_sessions(self, output: SchedulerOutput) -> set[str]:
+    def _start_sessions(self, admitted: Mapping[str, int]) -> set[str]:
         """Restore the sessions of requests that this step starts; returns these requests' ids."""
         if self.sessions is None:
             return set()
         started = set()
-        for request, hit in self._admitted(output):
+        for name, hit in admitted.items():
+            request = self.requests[name]
             if self.sessions.admitted(request, self._pages_of(request), hit):
-                started.add(request.request_id)
+                started.add(name)
                 if self._memory is not None:
                     units = self._schedule_of(request).evicted(np.asarray(hit))
-                    self._memory.resume(request.request_id, int(units))
+                    self._memory.resume(name, int(units))
         return started
 
     def _pages_of(self, request: Request) -> Callable[[int], list[int]]:
@@ -483,38 +497,38 @@ class _StrideAligned(_Base):
             self.sessions.close()
 
     def _note_admissions(
-        self, snapshots: SnapshotStore, output: SchedulerOutput, started: set[str]
+        self, snapshots: SnapshotStore, admitted: Mapping[str, int], started: set[str]
     ) -> None:
-        for request, hit in self._admitted(output):
-            name = request.request_id
+        for name, hit in admitted.items():
             if hit and name not in started:
                 snapshots.counters.hits += 1
                 snapshots.counters.hit_tokens += hit
+            request = self.requests[name]
             snapshots.remember(
                 self._schedule_of(request), request.block_hashes, request.num_prompt_tokens
             )
-            self._prefilling[name] = None
 
-    def _take_snapshots(self, snapshots: SnapshotStore, output: SchedulerOutput) -> None:
-        """Take snapshots at the start of this step's chunks.
+    def _prompt_chunks(self, output: SchedulerOutput) -> Iterator[tuple[Request, int]]:
+        """Requests of which this step reads a chunk of the prompt, each with the chunk's start.
 
-        The forward pass has not run yet, so pages still hold the state at a chunk's start.
+        The forward pass has not run yet, so pages still hold the state at that start.
         """
         for name in list(self._prefilling):
             request = self.requests.get(name)
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
                 del self._prefilling[name]
-            if request is None or name not in output.num_scheduled_tokens:
-                continue
-            start = request.num_computed_tokens - output.num_scheduled_tokens[name]
-            if start in self._stops(request):
-                schedule, hashes = self._schedule_of(request), request.block_hashes
-                pages = self._manager.state_after(name, start)
-                log = None
-                if self._memory is not None:
-                    log = self._memory.fork(name, int(schedule.evicted(np.asarray(start))))
-                reserved = self._manager.reserved_pages()
-                snapshots.take(schedule, hashes, start, pages, reserved, log)
+            if request is not None and name in output.num_scheduled_tokens:
+                yield request, request.num_computed_tokens - output.num_scheduled_tokens[name]
+
+    def _take_snapshot(self, snapshots: SnapshotStore, request: Request, start: int) -> None:
+        name = request.request_id
+        schedule, hashes = self._schedule_of(request), request.block_hashes
+        pages = self._manager.state_after(name, start)
+        log = None
+        if self._memory is not None:
+            log = self._memory.fork(name, int(schedule.evicted(np.asarray(start))))
+        reserved = self._manager.reserved_pages()
+        snapshots.take(schedule, hashes, start, pages, reserved, log)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop all snapshots and sessions, even if running requests keep vLLM from resetting."""

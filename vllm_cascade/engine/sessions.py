@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,11 +54,40 @@ vLLM's beam search sends a request for each beam and token, and ``/generative_sc
 item. No chat continues them, and their states would evict those of chats.
 """
 
+PROMPT_TAIL = 16
+"""Tokens at a prompt's end that a prompt state leaves out.
+
+They begin the answer, perhaps with thoughts (`<think>`), and are another text in the next prompt.
+"""
+
 MOST_WAITED, SLOWEST_READ = 30, 10_000_000
 """Seconds that a request waits for its session's file, and one more for so many bytes of it.
 
 Then it reads its prompt, or starts from a shorter session in memory.
 """
+
+
+def _arguments(request: Request) -> dict[str, Any]:
+    return (request.sampling_params and request.sampling_params.extra_args) or {}
+
+
+@dataclass
+class Origin:
+    """What a running request's states continue.
+
+    Attributes:
+        session: it begins with these tokens; None: with no session's.
+        starts: it started from this session; else from a snapshot of as many tokens or more.
+        prompt: id of the prompt state before its answer; empty: none was kept.
+    """
+
+    session: Session | None = None
+    starts: bool = False
+    prompt: str = ""
+
+    @classmethod
+    def of(cls, session: Session, starts: bool) -> "Origin":
+        return cls(session, starts, session.id if session.is_prompt else session.behind)
 
 
 class SchedulerSessions:
@@ -85,6 +115,9 @@ class SchedulerSessions:
         self._tables: dict[str, str] = {}  # digests of tables of scores, which workers have read
         header = engine_header(config, caches, self._tables)
         self._schedule_of = schedule_of
+        thinks = bool(config.structured_outputs_config.reasoning_parser)
+        self._keeps_prompts = thinks if settings.prompts is None else settings.prompts
+        self._stride = spec.engine_schedule.policy.prefill_stride
         self._chunk_bytes = chunk_bytes
         self._page_bytes = page_bytes(config, caches, spec)
         self.index = SessionIndex(settings.memory_bytes, settings.disk_bytes, settings.ttl, header)
@@ -95,12 +128,13 @@ class SchedulerSessions:
         # Contexts at their admission, before anything is evicted.
         self._begun: WeakKeyDictionary[Request, str | None] = WeakKeyDictionary()
         self._found: dict[str, Session] = {}  # by request id, while the request waits
+        self._covered: dict[str, Session] = {}  # found, but a snapshot has as many tokens
         self._reported = SessionCounters()
         self._searched: dict[str, int] = {}  # the index's version when they were looked for
         self._waited: dict[str, float] = {}  # by request id, the time at which it began to wait
         self._slow: set[str] = set()  # requests that have waited long enough
         self._tiers: dict[str, str] = {}  # where these sessions were
-        self.started: dict[str, str] = {}  # sessions that running requests started from
+        self.origins: dict[str, Origin] = {}  # of running requests
         path = settings.folder(config.parallel_config.data_parallel_index)
         self.folder = None if path is None else Folder(path)
         self._keeper = ThreadPoolExecutor(1, "kv-sessions-folder")
@@ -114,12 +148,13 @@ class SchedulerSessions:
             self._scan(self.folder)
         most = self._num_bytes(spec.engine_schedule, config.model_config.max_model_len, spec)
         logger.info(
-            "KV sessions: %.2f GiB of host memory, %s; a session takes up to %.1f MiB",
+            "KV sessions: %.2f GiB of host memory, %s; a session takes up to %.1f MiB%s",
             settings.memory,
             "no folder"
             if self.folder is None
             else f"{settings.disk:g} GiB in {self.folder.path}, {len(self.index)} sessions there",
             most / 2**20,
+            ", and each turn keeps also the state before its answer" * self._keeps_prompts,
         )
         if most > settings.memory_bytes:
             logger.warning(
@@ -291,8 +326,7 @@ class SchedulerSessions:
 
         So a client without the salt of a session can neither take its name nor release it.
         """
-        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
-        if (name := arguments.get(NAME)) is None:
+        if (name := _arguments(request).get(NAME)) is None:
             return None
         lora = request.lora_request
         return f"{digest([self._salted(request), lora and lora.lora_name])} {name}"
@@ -309,9 +343,10 @@ class SchedulerSessions:
         if self._searched.get(name) != self.index.version:
             self._leave(name)
             session, may_wait = self._find(request), name not in self._slow
-            if session is not None and session.num_tokens > known:
-                if may_wait or session.in_memory:
-                    self._found[name] = session
+            if session is not None and session.num_tokens <= known:
+                self._covered[name] = session
+            elif session is not None and (may_wait or session.in_memory):
+                self._found[name] = session
             self._searched[name] = self.index.version
         if name not in self._found:
             return True
@@ -356,6 +391,7 @@ class SchedulerSessions:
 
     def _leave(self, request_id: str) -> None:
         self._searched.pop(request_id, None)
+        self._covered.pop(request_id, None)
         session = self._found.pop(request_id, None)
         if session is not None:
             session.waiting.discard(request_id)
@@ -373,7 +409,8 @@ class SchedulerSessions:
 
     def continues(self, request: Request) -> bool:
         """Whether a request starts, or started, from a session."""
-        return request.request_id in self.started or self.tokens_of(request) > 0
+        origin = self.origins.get(request.request_id, Origin())
+        return origin.starts or self.tokens_of(request) > 0
 
     def admitted(self, request: Request, pages: Callable[[int], Sequence[int]], hit: int) -> bool:
         """Note an admitted request; returns whether it starts from a session.
@@ -384,18 +421,55 @@ class SchedulerSessions:
         """
         name = request.request_id
         session, tier = self._found.get(name), self._tiers.pop(name, "memory")
+        covered, now = self._covered.get(name), time.time()
         self._begun[request] = self.context(request, 0)
+        self.origins.pop(name, None)
         started = session is not None and session.num_tokens == hit
         if session is not None and started:
-            self.index.restore(session, name, pages(hit), tier, time.time())
-            self.started[name] = session.id
-        else:
-            self.started.pop(name, None)
-            if request.num_preemptions == 0:
-                self.index.counters.misses[self._reason(request)] += 1
+            self.index.restore(session, name, pages(hit), tier, now)
+            self.origins[name] = Origin.of(session, starts=True)
+        elif covered is not None and covered.num_tokens <= hit and self.index.has(covered):
+            self.index.go_on(covered, now)
+            self.origins[name] = Origin.of(covered, starts=False)
+        elif request.num_preemptions == 0:
+            self.index.counters.misses[self._reason(request)] += 1
         self._prompts.pop(request, None)
         self._forget(name)
         return started
+
+    def prompt_stop(self, request: Request) -> int:
+        """Tokens of the prompt state before a request's answer; 0: none is kept.
+
+        A prompt that goes on from an answer has that answer's thoughts, so it needs no prompt state
+        of its own: what leaves them out goes on from the one before that answer.
+        """
+        name, arguments = request.request_id, _arguments(request)
+        if not self._keeps_prompts or request.max_tokens < LEAST_DECODED:
+            return 0
+        if not self._is_text(request) or arguments.get(RELEASE):
+            return 0
+        origin = self.origins.get(name, Origin())
+        start = self._found.get(name) or (origin.session if origin.starts else None)
+        if start is not None and not start.is_prompt:
+            return 0
+        return max(request.num_prompt_tokens - PROMPT_TAIL, 0) // self._stride * self._stride
+
+    def keep_prompt(self, request: Request, pages: Callable[[int], Sequence[int]]) -> None:
+        """Keep a request's prompt state; its pages hold it until the step that is scheduled."""
+        num = self.prompt_stop(request)
+        context = self.context(request, num)
+        if context is None or self.context(request, 0) != self._begun.get(request):
+            return  # counted when the request ends
+        origin = self.origins.setdefault(request.request_id, Origin())
+        blocks, before = pages(num), origin.session
+        num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
+        kept = self.index.keep(
+            *(context, request.all_token_ids[:num], num_bytes, blocks, time.time()),
+            before=before and before.id,
+            aborted=True,
+        )
+        if kept is not None:
+            origin.prompt = kept.id
 
     def _reason(self, request: Request) -> str:
         """Why no session serves a request."""
@@ -412,9 +486,8 @@ class SchedulerSessions:
         name = request.request_id
         self._forget(name)
         self._tiers.pop(name, None)
-        continued = self.started.pop(name, None)
-        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
-        pinned = self._name_of(request)
+        origin = self.origins.pop(name, Origin())
+        arguments, pinned = _arguments(request), self._name_of(request)
         if pinned is not None and arguments.get(RELEASE):
             self.index.release(pinned)
             return
@@ -432,13 +505,16 @@ class SchedulerSessions:
         tokens, blocks = request.all_token_ids[:num], pages(num)
         before = None if pinned is None else self.index.named(pinned)
         contexts = {context, *self._contexts(request)}
-        if before is not None and not self.index.begins(before, contexts, tokens):
+        parts = () if before is None else self.index.parts(before)
+        if parts and not any(self.index.begins(one, contexts, tokens) for one in parts):
             self.index.counters.misses["name_diverged"] += 1
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
         self.index.keep(
-            *(context, tokens, num_bytes, blocks, time.time(), pinned, continued),
+            *(context, tokens, num_bytes, blocks, time.time(), pinned),
+            before=origin.session and origin.session.id,
             num_prompt=request.num_prompt_tokens,
             aborted=request.status == RequestStatus.FINISHED_ABORTED,
+            behind=origin.prompt,
         )
 
     # --- workers ----------------------------------------------------------------------------------

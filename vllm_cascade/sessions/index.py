@@ -2,8 +2,10 @@
 """The scheduler's index of sessions: which exist, in which tier, and what workers must do next.
 
 A session is the state of a finished request after all tokens that were computed. It is found by
-exactly these tokens: a prompt that begins with them starts there. Tiers are host memory and a
-folder, each with a bound in bytes. The least recently used session leaves a tier first.
+exactly these tokens: a prompt that begins with them starts there. A prompt state is a session, too:
+the state within a request's prompt, for chats whose next prompt has another text in the answer's
+place. Tiers are host memory and a folder, each with a bound in bytes. The least recently used
+session leaves a tier first.
 
 The index holds no states. It issues commands, which workers execute (``tiers.py``), and learns
 from their reports which files were written and read.
@@ -82,6 +84,7 @@ class SessionIndex:
         self._by_name: dict[str, Session] = {}
         self._lengths: dict[str, Counter[int]] = {}  # by context
         self._prompts: dict[str, Counter[str]] = {}  # by context
+        self._answers: dict[str, set[str]] = {}  # ids of the sessions behind a prompt state's id
         self._commands: list[Command] = []
         self._said = False  # that pins were lost
         self._was_full = -inf  # when a file could not be written for lack of room
@@ -92,6 +95,15 @@ class SessionIndex:
     def named(self, name: str) -> Session | None:
         """The session that is pinned under a name."""
         return self._by_name.get(name)
+
+    def parts(self, session: Session) -> list[Session]:
+        """A session and the prompt state before its answer, if there is one."""
+        prompt = self._sessions.get(session.behind)
+        return [session] if prompt is None else [session, prompt]
+
+    def has(self, session: Session) -> bool:
+        """Whether a session that was found earlier is still there."""
+        return self._sessions.get(session.id) is session
 
     def names(self) -> dict[str, str]:
         """Ids of the pinned sessions by name, as a restart shall find them.
@@ -166,11 +178,17 @@ class SessionIndex:
         """
         self._command("restore", session, pages=tuple(pages))
         session.waiting.discard(request_id)
-        session.continued = False
-        self._continue(session)
-        self._use(session, now)
+        self.go_on(session, now)
         self.counters.hits[tier] += 1
         self.counters.hit_tokens += session.num_tokens
+
+    def go_on(self, session: Session, now: float) -> None:
+        """Note that a request's prompt goes on from here. Other answers to it are not needed."""
+        session.continued = False
+        self._continue(session)
+        for id_ in self._answers.get(session.id, ()):
+            self._sessions[id_].continued = True
+        self._use(session, now)
 
     def _use(self, session: Session, now: float) -> None:
         session.used = now
@@ -192,18 +210,20 @@ class SessionIndex:
         before: str | None = None,
         num_prompt: int = 0,
         aborted: bool = False,
-    ) -> bool:
+        behind: str = "",
+    ) -> Session | None:
         """Keep the state after ``tokens``, which is in ``pages``.
 
         Args:
             before: id of the session that it continues.
-            num_prompt: how many of the tokens are the request's prompt; 0: not known.
-            aborted: the client may never have got the answer. What it continues then stays pinned
-                and in its place, until a request starts from this state.
+            num_prompt: how many of the tokens are the request's prompt; 0: it is a prompt state.
+            aborted: the client may never have got the answer, or gets none. What it continues then
+                stays pinned and in its place, until a request starts from this state.
+            behind: id of the prompt state before its answer, which stays as long as it is pinned.
 
         Returns:
-            False if a session for these tokens exists already, or if there is no room; the latter
-            is counted.
+            The session of these tokens, perhaps an earlier one; None: there is no room, which is
+            counted.
         """
         self.expire(now)
         if now - self._was_full > FULL_SECONDS:
@@ -219,15 +239,17 @@ class SessionIndex:
         replaced = known is not None and (known.unusable or known.rests_until > now)
         if known is not None and not replaced:
             self._use(known, now)
+            known.continued = False
             self._pin(known, name)
             self._bound_pins(known)
-            return False
+            return known
         if not self._make_room(num_bytes):
             self.counters.misses["memory_full"] += 1
-            return False
+            return None
         if known is not None:
             names = known.names.copy()
             self.forget(known)
+        session.behind = behind
         if before in self._sessions:
             session.before = before
             if not aborted:
@@ -242,7 +264,7 @@ class SessionIndex:
             self._set_disk(session, writing=True)
             self._command("write", session, header={**self.header, **session.header})
         self._bound_pins(session)
-        return True
+        return session
 
     def _continue(self, session: Session) -> None:
         """Note that a chat goes on from what a session continues, also from aborted answers."""
@@ -294,7 +316,9 @@ class SessionIndex:
             return False
         self._unpin(session, name)
         if not session.names:
-            self.forget(session)
+            for one in self.parts(session):
+                if not self._is_pinned(one):
+                    self.forget(one)
         return True
 
     def forget(self, session: Session) -> None:
@@ -399,6 +423,8 @@ class SessionIndex:
         self._lengths.setdefault(session.context, Counter())[session.num_tokens] += 1
         if session.prompt:
             self._prompts.setdefault(session.context, Counter())[session.prompt] += 1
+        if session.behind:
+            self._answers.setdefault(session.behind, set()).add(session.id)
         self.version += 1
 
     def _delete(self, session: Session) -> None:
@@ -406,6 +432,10 @@ class SessionIndex:
         _uncount(self._lengths, session.context, session.num_tokens)
         if session.prompt:
             _uncount(self._prompts, session.context, session.prompt)
+        if session.behind:
+            self._answers[session.behind].remove(session.id)
+            if not self._answers[session.behind]:
+                del self._answers[session.behind]
         for name in tuple(session.names):
             self._unpin(session, name)
         self.version += 1
@@ -425,6 +455,11 @@ class SessionIndex:
         del self._by_name[name]
         self.names_version += 1
 
+    def _is_pinned(self, session: Session) -> bool:
+        """Whether a request pinned a session, or one whose prompt state it is."""
+        answers = (self._sessions[id_] for id_ in self._answers.get(session.id, ()))
+        return bool(session.names) or any(one.names for one in answers)
+
     def _bound_pins(self, newest: Session) -> None:
         """Let pinned sessions have at most half of a tier; others lose their pins, and stay.
 
@@ -436,9 +471,10 @@ class SessionIndex:
         scopes = _scopes(newest)
         pinned = [one for one in self._sessions.values() if one.names and not one.unusable]
         order = sorted(pinned, key=lambda one: _scopes(one).isdisjoint(scopes))
-        files = [(one, self._durable(one)) for one in order]
+        parts = [(one, part) for one in order for part in self.parts(one)]
+        files = [(one, self._durable(part)) for one, part in parts]
         disk = [(one, file) for one, file in files if file.on_disk or file.writing]
-        memory = [(one, one) for one in order if not one.on_disk and not one.writing]
+        memory = [(one, part) for one, part in parts if not part.on_disk and not part.writing]
         for tier, bound in ((memory, self.memory_bytes), (disk, self._most_disk)):
             held = Counter(file.id for _, file in tier)
             excess = sum(self._sessions[id_].num_bytes for id_ in held) - bound // 2
@@ -494,7 +530,7 @@ class SessionIndex:
                 break
             if not session.in_memory or session.waiting or session.writing:
                 continue
-            if session.on_disk or not session.names or also_pinned:
+            if session.on_disk or not self._is_pinned(session) or also_pinned:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:
@@ -529,7 +565,7 @@ class SessionIndex:
         waiting = [
             one
             for one in self._sessions.values()
-            if not one.on_disk and (one.writing or one.names or one is written)
+            if not one.on_disk and (one.writing or self._is_pinned(one) or one is written)
         ]
         needed = {self._durable(one).id for one in waiting}
         chosen = []
@@ -537,7 +573,7 @@ class SessionIndex:
             if free >= num_bytes:
                 break
             idle = session.on_disk and not session.waiting and not session.reading
-            pinned = session.names and not session.unusable
+            pinned = self._is_pinned(session) and not session.unusable
             if idle and not pinned and session.id not in needed:
                 chosen.append(session)
                 free += session.num_bytes

@@ -69,7 +69,8 @@ class Session:
             policy, its cache salt and its LoRA adapter.
         tokens: digest of the tokens.
         num_bytes: bytes that its state takes, in memory and on disk.
-        prompt: length and digest of the prompt that its last tokens answer; empty: not known.
+        prompt: length and digest of the prompt that its last tokens answer; empty: they answer
+            none, so this is a prompt state.
         names: what requests pinned it under; none: it is not pinned. Names are in a file of their
             own (``Folder.names``), because they move on without a session's file being written
             again.
@@ -83,6 +84,7 @@ class Session:
         waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
         continued: a later session began with it; it leaves a tier before those that end a chat.
         before: id of the session that it continues.
+        behind: id of the prompt state before its answer; empty: none was kept.
         rests_until: seconds since the epoch before which no request finds it, because its file
             had a read error or takes long to read.
         unusable: this engine cannot read its file, which is another engine's, or too large for the
@@ -105,12 +107,18 @@ class Session:
     waiting: set[str] = field(default_factory=set)
     continued: bool = False
     before: str = ""
+    behind: str = ""
     rests_until: float = 0.0
     unusable: bool = False
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = session_id(self.context, self.tokens, self.num_tokens)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a prompt state."""
+        return not self.prompt
 
     @property
     def header(self) -> dict[str, str]:
@@ -121,6 +129,7 @@ class Session:
             "num_tokens": str(self.num_tokens),
             "num_bytes": str(self.num_bytes),
             "prompt": self.prompt,
+            "behind": self.behind,
             "stamp": self.stamp,
         }
 
@@ -134,7 +143,7 @@ class Session:
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
         known = header["context"], header["tokens"], *numbers
         session = cls(*known, used=used, touched=used, stamp=header["stamp"])
-        session.prompt = header.get("prompt", "")
+        session.prompt, session.behind = header.get("prompt", ""), header.get("behind", "")
         return session
 
 

@@ -3,13 +3,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source
-from vllm_cascade.policies.settings import KVPolicyError, describe, did_you_mean
+from vllm_cascade.policies.settings import EngineDefault, KVPolicyError, describe, did_you_mean
 
 SESSIONS = "kv_sessions"
 """The argument that turns sessions on; the other arguments begin with it."""
@@ -29,6 +29,11 @@ class SessionSettings(BaseModel):
     dir: str | None = Field(None, description="folder for sessions that outlive the server")
     disk: float = Field(64.0, gt=0, description="GiB of that folder")
     ttl: float = Field(86400.0, ge=0, description="seconds without use until a session is dropped")
+    prompts: Annotated[bool | None, EngineDefault("with --reasoning-parser")] = Field(
+        None,
+        description="also keep the state before each answer, for chats whose next prompt leaves "
+        "its thoughts out",
+    )
 
     def folder(self, engine: int = 0) -> Path | None:
         """The folder of a data-parallel engine; engines have different sessions."""
