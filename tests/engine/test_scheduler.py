@@ -24,6 +24,7 @@ from vllm_cascade.log import logger
 from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.strides import aligned_chunk, cut_strides, first_stride
+from vllm_cascade.sessions.session import Report
 from vllm_cascade.step.drafts import Drafts
 
 STRIDE = 16
@@ -180,6 +181,8 @@ def finish_step(scheduler: Any, output: Any, ends: dict[str, int] | None = None)
 
     Args:
         ends: tokens computed after the step; None: the scheduler's, which may have run ahead.
+
+    States of sessions are copied within the step.
     """
     names = list(output.num_scheduled_tokens)
     live = scheduler.requests  # async scheduling may have run ahead of a request that finished
@@ -193,6 +196,8 @@ def finish_step(scheduler: Any, output: Any, ends: dict[str, int] | None = None)
         req_id_to_index={name: i for i, name in enumerate(names)},
         sampled_token_ids=sampled,
     )
+    saves = [one.id for one in getattr(output, "sessions", ()) if one.op == "save"]
+    result.kv_sessions = Report(saved=saves)  # noqa: B010: a field of ours
     scheduler.update_from_output(output, result)
 
 

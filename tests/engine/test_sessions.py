@@ -226,7 +226,7 @@ def test_200_parked_sessions(
     print(index.counters, index.held, index.used)
     assert min(index.counters.hits[tier] for tier in ("memory", "disk")) > 0
     assert index.counters.misses["evicted"] > 0 and pool_usage(llm) == 0.0
-    assert not llm.llm_engine.engine_core.engine_core.scheduler.sessions.started
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.sessions.origins
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_1000_parked_sessions(
     assert index.counters.misses["no_session"] == PARKED and most_waited > 2
     assert not set(index.counters.misses) & {"damaged", "missing", "foreign", "io", "unwritten"}
     assert pool_usage(llm) == 0.0
-    assert not core.engine_core.engine_core.scheduler.sessions.started
+    assert not core.engine_core.engine_core.scheduler.sessions.origins
     engine_pool.close()
 
 

@@ -63,7 +63,10 @@ def add(
 
 
 def finish(scheduler: Any, one: Any) -> None:
+    """Run a request until it has ended, and a step in which workers copy its state."""
     while not one.is_finished():
+        finish_step(scheduler, scheduler.schedule())
+    if index_of(scheduler).pending:
         finish_step(scheduler, scheduler.schedule())
 
 

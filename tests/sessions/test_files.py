@@ -426,6 +426,7 @@ def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
         total.stamps |= report.stamps
         total.read |= report.read
         total.unreadable |= report.unreadable
+        total.saved += report.saved
         total.unsaved += report.unsaved
         outcomes = (total.written, total.unwritten, total.read, total.unreadable, total.unsaved)
         if sum(map(len, outcomes)) >= wanted:
@@ -691,7 +692,7 @@ def test_what_is_dropped_before_it_is_written_leaves_the_memory(
     assert last is not None and last.on_disk and not index.counters.misses
     assert len(report.written) == 2 and report.written[1] == last.id
     worker.close()
-    assert worker._num_reported == worker._num_files == 20
+    assert worker._num_reported == worker._num_begun == 40  # each was copied and then written
     (entry,) = Folder(tmp_path).entries()[0]
     assert entry.id == last.id and entry.header["stamp"] == last.stamp
 

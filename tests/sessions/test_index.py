@@ -23,13 +23,15 @@ def keep(
     index.keep("c", tokens, size, pages=(1, 2), now=now, **more)
     found = index.find("c", [*tokens, 1], len(tokens), now)
     assert found is not None and found.num_tokens == len(tokens)
+    index.note(Report(saved=[found.id]))
     return found.id
 
 
 def written(index: SessionIndex) -> list[Command]:
     """Let workers write what they were told to; returns all commands."""
     commands = index.take_commands()
-    index.note(Report(written=[c.id for c in commands if c.op == "write"]))
+    done = {op: [c.id for c in commands if c.op == op] for op in ("save", "write")}
+    index.note(Report(saved=done["save"], written=done["write"]))
     return commands
 
 
@@ -337,6 +339,7 @@ def test_names_of_aborted_answers_hold_half_of_a_tier() -> None:
     for n in range(30):
         first = keep(index, [n])
         index.keep("c", [n, 1], 10, (1, 2), 0, name=f"x {n}", before=first, aborted=True)
+        written(index)
     pinned = sum(one.num_bytes for one in index._sessions.values() if one.names)
     assert pinned == 100 and not index.counters.misses["memory_full"]
     keep(index, [77])
@@ -436,6 +439,7 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
             id_ = command.id
             if command.op == "save":
                 memory.add(id_)
+                report.saved.append(id_)
             elif command.op == "restore":
                 assert id_ in memory
             elif command.op == "write":

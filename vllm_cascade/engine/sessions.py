@@ -353,7 +353,7 @@ class SchedulerSessions:
         if self.index.ready(self._found[name], name):
             self._tiers.setdefault(name, "memory")
             return True
-        self._tiers[name] = "disk"
+        self._tiers[name] = "memory" if self._found[name].saving else "disk"
         return self._is_slow(name) and self.may_start(request, known)
 
     def _is_slow(self, request_id: str) -> bool:

@@ -196,6 +196,11 @@ class Log(Chain[Chunk]):
         return other
 
     @property
+    def moved(self) -> tuple[()]:
+        """Nothing is under way: units are in host memory."""
+        return ()
+
+    @property
     def memory(self) -> Iterator[tuple[Chunk, int]]:
         """The log's chunks and their bytes."""
         return ((chunk, self.shape.chunk_bytes) for chunk in self.chunks)

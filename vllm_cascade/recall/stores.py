@@ -35,6 +35,11 @@ class Units(Protocol):
     """Evicted units of a session."""
 
     @property
+    def moved(self) -> Sequence[Future[Any]]:
+        """Done when all of them are in host memory."""
+        ...
+
+    @property
     def pieces(self) -> Sequence[Piece]:
         """Parts that other units can share."""
         ...

@@ -162,7 +162,8 @@ class SessionIndex:
         session.waiting.add(request_id)
         if session.in_memory:
             return True
-        if not session.reading and self._make_room(session.num_bytes, also_pinned=True):
+        busy = session.reading or session.saving
+        if not busy and self._make_room(session.num_bytes, also_pinned=True):
             self._set_memory(session, reading=True)
             self._command("read", session, header={**self.header, "stamp": session.stamp})
         return False
@@ -257,7 +258,7 @@ class SessionIndex:
         self._add(session)
         for one in (*names, name):
             self._pin(session, one)
-        self._set_memory(session, in_memory=True)
+        self._set_memory(session, saving=True)
         self._command("save", session, pages=tuple(pages), header={"stamp": session.stamp})
         self.counters.kept += 1
         if self.disk_bytes and self._make_disk_room(session):
@@ -323,7 +324,7 @@ class SessionIndex:
 
     def forget(self, session: Session) -> None:
         """Drop a session from all tiers."""
-        if session.in_memory or session.reading:
+        if session.in_memory or session.reading or session.saving:
             self._command("drop", session)
         if session.on_disk or session.writing:
             self._command("remove", session)
@@ -362,6 +363,9 @@ class SessionIndex:
 
     def note(self, report: Report, now: float = 0.0) -> None:
         """Learn what workers finished. Sessions that were dropped meanwhile are ignored."""
+        for id_ in report.saved:
+            if (session := self._reported(report, id_)) and session.saving:
+                self._set_memory(session, in_memory=True)
         for id_ in report.unsaved:
             if session := self._reported(report, id_):
                 self.counters.misses["memory_full"] += 1
@@ -495,11 +499,18 @@ class SessionIndex:
         for name in tuple(session.names):
             self._unpin(session, name)
 
-    def _set_memory(self, session: Session, in_memory: bool = False, reading: bool = False) -> None:
-        before, after = session.in_memory or session.reading, in_memory or reading
+    def _set_memory(
+        self,
+        session: Session,
+        in_memory: bool = False,
+        reading: bool = False,
+        saving: bool = False,
+    ) -> None:
+        before = session.in_memory or session.reading or session.saving
+        after = in_memory or reading or saving
         self.used["memory"] += (after - before) * session.num_bytes
         self.held["memory"] += in_memory - session.in_memory
-        session.in_memory, session.reading = in_memory, reading
+        session.in_memory, session.reading, session.saving = in_memory, reading, saving
 
     def _set_disk(self, session: Session, on_disk: bool = False, writing: bool = False) -> None:
         before, after = session.on_disk or session.writing, on_disk or writing

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of an engine's ranks about files: a session counts only where every rank has its part.
+"""Agreement of an engine's ranks: a session counts only where every rank has its part.
 
-Ranks execute the same commands in the same order, so they number their files' reads and writes
+Ranks execute the same commands in the same order, so they number their copies, reads and writes
 alike. The threads that execute them post outcomes to a store of ``torch.distributed``. One rank
 collects them between steps; it never waits for another rank.
 """
@@ -30,11 +30,11 @@ APPEARS_SECONDS = 5
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command on a file ended in one rank, or in all of them.
+    """How a command ended in one rank, or in all of them.
 
     Attributes:
-        number: the command's, counted from 0 over all that write or read; -1 for a save.
-        op: what the command did. Of saves only those are posted that failed.
+        number: the command's, counted from 0 over all that save, write or read.
+        op: what the command did.
         id, stamp: the session's.
         seconds: duration; of several ranks the longest.
         problem: reason under which a failure is counted; empty: it worked.
@@ -120,9 +120,6 @@ class Ranks:
             outcome = Outcome(**json.loads(self._store.get(key)))
             self._store.delete_key(key)
             self._taken += 1
-            if outcome.op == "save":  # one rank without the state is enough
-                finished.append(outcome)
-                continue
             parts = self._partial.setdefault(outcome.number, [])
             parts.append(outcome)
             if len(parts) == self.world:

@@ -79,6 +79,7 @@ class Session:
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
             states that differ, and parts of two such states must not meet.
         in_memory: all workers hold its state.
+        saving: workers are copying its state to memory.
         on_disk: all workers have written its file.
         writing, reading: workers are writing or reading its file.
         waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
@@ -101,6 +102,7 @@ class Session:
     touched: float = 0.0
     stamp: str = ""
     in_memory: bool = False
+    saving: bool = False
     on_disk: bool = False
     writing: bool = False
     reading: bool = False
@@ -173,26 +175,28 @@ class Report:
     """What workers' threads finished since the last report.
 
     Attributes:
+        saved: sessions whose state all workers have copied to memory.
+        unsaved: sessions of which a worker could not copy the state.
         written: sessions whose files are complete.
         unwritten: sessions whose files could not be written.
         read: sessions that are in memory again, with the seconds that it took.
         unreadable: sessions whose files could not be read, each with the reason.
-        unsaved: sessions of which a worker could not copy the state.
-        stamps: of these files. Equal tokens may have been kept again since a file was begun.
+        stamps: of these sessions. Equal tokens may have been kept again since.
         full: a file could not be written because the disk has no room.
     """
 
+    saved: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     unwritten: list[str] = field(default_factory=list)
     read: dict[str, float] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
-    unsaved: list[str] = field(default_factory=list)
     stamps: dict[str, str] = field(default_factory=dict)
     full: bool = False
 
     def __bool__(self) -> bool:
         files = self.written or self.unwritten or self.read or self.unreadable
-        return bool(files or self.unsaved)
+        return bool(files or self.saved or self.unsaved)
 
 
 @dataclass

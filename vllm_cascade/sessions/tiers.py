@@ -33,8 +33,6 @@ NUM_READERS = 16
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FULL, UNWRITTEN = "full", "unwritten"
 """Problems of a write: the disk has no room, or any other. Where ranks differ, the first counts."""
-LISTENS_SECONDS = 10
-"""After a save, how long outcomes are collected though no file is written or read."""
 DROPPED = "dropped"
 """Problem of a write whose session was removed before its turn came; it is not counted."""
 
@@ -55,6 +53,11 @@ class State:
     def pages(self) -> Tensors:
         """What ``copied`` holds; waits until it is complete."""
         return self.copied.result()
+
+    def error(self) -> BaseException | None:
+        """Why the copy failed; waits until it is complete."""
+        moved = () if self.units is None else self.units.moved
+        return next(filter(None, (one.exception() for one in (*moved, self.copied))), None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All but the pieces of the units as named tensors, for a file."""
@@ -82,6 +85,10 @@ class State:
         return cls(copied, stores.units_of(log, pieces) if log and stores is not None else None)
 
 
+def _stamp(command: Command) -> str:
+    return command.header.get("stamp", "")
+
+
 class WorkerSessions:
     """Executes the commands of the scheduler's index in one worker.
 
@@ -104,7 +111,7 @@ class WorkerSessions:
         self._folder = None if folder is None else Folder(folder)
         self._ranks = ranks or Ranks()
         self._pieces = None if folder is None else Pieces(folder, self._ranks.name)
-        self._num_files = 0  # writes and reads begun
+        self._num_begun = 0  # saves, writes and reads
         self._num_reported = 0  # of these
         self._lock = threading.Lock()
         self._arrived: dict[str, State] = {}
@@ -116,13 +123,13 @@ class WorkerSessions:
         self._said: set[str] = set()
         self._writer = started(1, "kv-sessions-writer")
         self._readers = started(NUM_READERS, "kv-sessions-reader")
-        self._listens_until = 0.0  # for saves that failed in other ranks
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory in use. What sessions share counts once."""
-        pages = sum(t.nbytes for state in self.states.values() for t in state.pages)
-        units = [state.units for state in self.states.values() if state.units is not None]
+        states = [state for state in self.states.values() if state.error() is None]
+        pages = sum(t.nbytes for state in states for t in state.pages)
+        units = [state.units for state in states if state.units is not None]
         return pages + sum({piece: size for one in units for piece, size in one.memory}.values())
 
     def execute(self, commands: Iterable[Command]) -> None:
@@ -144,7 +151,7 @@ class WorkerSessions:
             elif command.op == "write":
                 if command.id in self.states:  # else it could not be saved
                     with self._lock:
-                        self._unwritten[command.id] = self._num_files, self.states[command.id]
+                        self._unwritten[command.id] = self._num_begun, self.states[command.id]
                 self._begin(self._writer, command, self._write)
             elif command.op == "remove":
                 with self._lock:
@@ -154,7 +161,7 @@ class WorkerSessions:
                 submit(self._writer, self._touch, command.id)
             elif command.op == "read":
                 with self._lock:
-                    self._reading[command.id] = self._num_files
+                    self._reading[command.id] = self._num_begun
                 self._begin(self._readers, command, self._read)
             else:
                 self.states.pop(command.id, None)
@@ -167,36 +174,40 @@ class WorkerSessions:
     def _save(self, command: Command) -> None:
         """Begin to copy pages. Without memory for the copy, the session is dropped."""
         stores, copies, pages = self._stores, self._copies, command.pages
-        self._listens_until = time.monotonic() + LISTENS_SECONDS
+        number, self._num_begun = self._num_begun, self._num_begun + 1
         try:
             units = None if stores is None else stores.save(pages[0], copies.settle)
             copied = copies.save(pages)
         except (RuntimeError, MemoryError) as error:
-            self._unsaved(command, error)
+            self._saved(command, number, error)
             return
-        self.states[command.id] = State(copied, units)
-        copied.add_done_callback(lambda done: self._unsaved(command, done.exception()))
+        state = self.states[command.id] = State(copied, units)
+        # The units' copies began earlier, in the same thread.
+        copied.add_done_callback(lambda _: self._saved(command, number, state.error()))
 
-    def _unsaved(self, command: Command, error: BaseException | None) -> None:
-        """Post that a copy failed; None: it did not."""
+    def _saved(self, command: Command, number: int, error: BaseException | None) -> None:
+        """Post how a copy ended."""
         if error is not None:
             self._warn("save", f"a session could not be copied ({error}); it is not kept")
-            stamp = command.header.get("stamp", "")
-            self._ranks.post(Outcome(-1, "save", command.id, problem="unsaved", stamp=stamp))
+        problem = "" if error is None else "unsaved"
+        self._post(Outcome(number, "save", command.id, 0.0, problem, _stamp(command)))
+
+    def _post(self, outcome: Outcome) -> None:
+        if not self._closed:
+            self._ranks.post(outcome)
 
     def take_report(self) -> Report:
         """What the threads of all ranks finished since the last call; one rank reports it."""
         report = Report()
-        idle = self._num_reported == self._num_files and time.monotonic() > self._listens_until
-        if idle or not self._ranks.collects:
+        if self._num_reported == self._num_begun or not self._ranks.collects:
             return report
         for outcome in self._ranks.collect():
-            self._num_reported += outcome.op != "save"
+            self._num_reported += 1
             if outcome.problem == DROPPED:
                 continue
             report.stamps[outcome.id] = outcome.stamp
             if outcome.op == "save":
-                report.unsaved.append(outcome.id)
+                (report.unsaved if outcome.problem else report.saved).append(outcome.id)
             elif outcome.op == "write":
                 (report.unwritten if outcome.problem else report.written).append(outcome.id)
                 report.full |= outcome.problem == FULL
@@ -220,8 +231,8 @@ class WorkerSessions:
     def _begin(
         self, pool: ThreadPoolExecutor, command: Command, work: Callable[[Command, int], str]
     ) -> None:
-        submit(pool, self._run, command, self._num_files, work)
-        self._num_files += 1
+        submit(pool, self._run, command, self._num_begun, work)
+        self._num_begun += 1
 
     def _run(self, command: Command, number: int, work: Callable[[Command, int], str]) -> None:
         """Write or read a file, and post how it ended."""
@@ -232,10 +243,8 @@ class WorkerSessions:
         except Exception:  # a request waits for the outcome
             logger.exception("KV sessions: a thread failed")
             problem = "io"
-        if not self._closed:
-            seconds = time.monotonic() - begin
-            stamp = command.header.get("stamp", "")
-            self._ranks.post(Outcome(number, command.op, command.id, seconds, problem, stamp))
+        seconds = time.monotonic() - begin
+        self._post(Outcome(number, command.op, command.id, seconds, problem, _stamp(command)))
 
     def _path(self, id_: str) -> Path:
         assert self._folder is not None
