@@ -12,24 +12,23 @@ if __name__ == "patches":
     raise ImportError("this folder is installed as vllm_cascade.patches")
 
 CHECKED_VERSIONS = ("0.32", "0.33")
-_applied = False
+_applied: set[str] = set()
+"""Patches of this process, by module: a second one would wrap the first."""
 
 
 def apply_all() -> None:
     """Apply every patch, or under an unsupported vLLM version the one that refuses policies.
 
-    Later calls in the same process do nothing.
+    Later calls in the same process do what an earlier one could not.
     """
-    global _applied
-    if _applied:
-        return
     if (why := why_unsupported()) is not None:
         from vllm_cascade.log import logger
         from vllm_cascade.patches import unsupported
 
-        unsupported.apply(why)
-        logger.warning("%s", why)
-        _applied = True
+        if unsupported.__name__ not in _applied:
+            unsupported.apply(why)
+            logger.warning("%s", why)
+            _applied.add(unsupported.__name__)
         return
     from vllm_cascade.patches import (
         engine_args,
@@ -54,8 +53,9 @@ def apply_all() -> None:
         snapshot_create,
         stat_loggers,
     ):
-        patch.apply()
-    _applied = True
+        if patch.__name__ not in _applied:
+            patch.apply()
+            _applied.add(patch.__name__)
 
 
 def why_unsupported(version: str | None = None) -> str | None:

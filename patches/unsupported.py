@@ -9,13 +9,14 @@ Removed when: vLLM stops at such an error.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
+from vllm_cascade.policies.arguments import parse
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.settings import SessionSettings
 
 
 def apply(why: str) -> None:
@@ -25,8 +26,7 @@ def apply(why: str) -> None:
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         given = self.additional_config
-        asked = given.get(CONFIG_KEY) if isinstance(given, Mapping) else None
-        if asked not in (None, "full", {"name": "full"}):
+        if parse(given) is not None or SessionSettings.of(given) is not None:
             raise KVPolicyError(why)
         return original(self, *args, **kwargs)
 

@@ -547,6 +547,35 @@ def test_an_answer_that_the_template_changes(
     assert index.counters.misses["diverged"] == before + 1
 
 
+@pytest.mark.parametrize(
+    "name", ["recall-heads", *(pytest.param(n, marks=pytest.mark.slow) for n in ("h2o", "cascade"))]
+)
+def test_a_chat_that_leaves_thoughts_out(
+    name: str, engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+) -> None:
+    """Turns start from states before answers, also after a restart, and equal whole readings."""
+    policy, settings = CASES[name], {"kv_sessions_prompts": True, "enable_prefix_caching": False}
+    llm = engine(engine_pool, policy, str(tmp_path), **settings)
+    history, known = book_tokens[70000:70300], 0
+    for turn in range(4):
+        if turn == 2:
+            flush(llm)
+            wait_for_files(tmp_path, 2 * turn)
+            engine_pool.close()
+            llm = engine(engine_pool, policy, str(tmp_path), **settings)
+        cached, (answer, logprobs) = ask(llm, history, extra_args={"kv_session": "mine"})
+        assert cached == known
+        plain = {"prompt_token_ids": history, "cache_salt": f"nothing is found {turn}"}
+        (truth,) = llm.generate([plain], params(), use_tqdm=False)
+        assert (answer, logprobs) == generated(truth), turn
+        known = (len(history) - 16) // 64 * 64
+        history = [*history, *answer[25:], *book_tokens[71000 + turn * 200 :][:150]]
+    index = index_of(llm)
+    assert index.counters.hits == {"disk": 1, "memory": 1} and pool_usage(llm) == 0.0
+    assert pinned_as(index, "mine").behind in index._sessions
+    engine_pool.close()
+
+
 def test_invalid_names_are_refused(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     llm = engine(engine_pool, CASES["sink"])
     invalid: list[str | int] = ["", 7, "a" * 257, "\ud800"]

@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
+from tests.cache.test_snapshots import HASHER
 from tests.engine.test_scheduler import finish_step, make_scheduler
 from vllm_cascade.engine import sessions
 from vllm_cascade.engine.admission import check_session
@@ -51,13 +52,16 @@ def add(
     lora: Any = None,
     salt: Any = None,
     max_tokens: int = 3,
+    hasher: Any = None,
     **args: Any,
 ) -> Any:
-    """Add a request."""
+    """Add a request; with ``hasher`` it has hashes, so that prefix caching works."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=args)
     params.update_from_generation_config({}, 0)
     name = f"r{next(NUMBERS)}"
-    one = Request(name, prompt, params, None, lora_request=lora, cache_salt=salt)
+    one = Request(
+        name, prompt, params, None, lora_request=lora, cache_salt=salt, block_hasher=hasher
+    )
     scheduler.add_request(one)
     return one
 
@@ -398,3 +402,136 @@ def test_a_waiting_request_is_hashed_once(scheduler: Any, monkeypatch: pytest.Mo
     assert sorted(hashed) == sorted({one.num_tokens for one in index._sessions.values()})
     finish(scheduler, waiting)
     assert len(hashed) == len(set(hashed)) and index.counters.misses["diverged"] == before + 1
+
+
+# --- prompt states --------------------------------------------------------------------------------
+
+LONG = list(range(1, 121))
+STOP = 96
+"""The end of the last stride of 16 tokens in ``LONG`` that leaves its last 16 tokens out."""
+
+
+def thinking(prefix_caching: bool = True, **settings: Any) -> Any:
+    return make_scheduler(
+        KVPolicyScheduler,
+        num_pages=80,
+        enable_prefix_caching=prefix_caching,
+        **{"kv_sessions": True, "kv_sessions_prompts": True, **settings},
+    )
+
+
+def states(scheduler: Any) -> list[tuple[int, bool]]:
+    """Lengths of the states that are kept, and whether each is a prompt state."""
+    return sorted((one.num_tokens, one.is_prompt) for one in index_of(scheduler)._sessions.values())
+
+
+def sorted_states(index: Any) -> list[Any]:
+    return sorted(index._sessions.values(), key=lambda one: one.num_tokens)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_chat_that_leaves_thoughts_out(prefix_caching: bool) -> None:
+    """Each turn starts from the state before the answer of the one before, as far as that goes."""
+    scheduler = thinking(prefix_caching)
+    index, history, begins = index_of(scheduler), LONG, []
+    for _ in range(3):
+        one = add(scheduler, history, max_tokens=9, hasher=HASHER, kv_session="chat")
+        output = scheduler.schedule()
+        begins.append(output.scheduled_new_reqs[0].num_computed_tokens)
+        finish_step(scheduler, output)
+        finish(scheduler, one)
+        history = [*history, *one.output_token_ids[-2:], *[900 + len(begins)] * 100]
+    # A snapshot may leave out fewer tokens than the state before the answer.
+    assert begins == ([0, 112, 208] if prefix_caching else [0, STOP, 192])
+    kept = [(96, True), (128, False), (192, True), (230, False), (304, True), (332, False)]
+    assert states(scheduler) == kept
+    assert index.counters.misses == {"no_session": 1}
+    prompts = [one for one in index._sessions.values() if one.is_prompt]
+    prompts.sort(key=lambda one: one.num_tokens)
+    assert [one.continued for one in prompts] == [True, True, False]
+    (last,) = index._by_name.values()
+    assert index.parts(last) == [last, prompts[-1]]
+    assert index.counters.hits == ({} if prefix_caching else {"memory": 2})
+    scheduler.shutdown()
+
+
+def test_a_turn_that_goes_on_from_an_answer_keeps_no_prompt_state() -> None:
+    """Its prompt has the thoughts; what leaves them out goes on from the earlier prompt state."""
+    scheduler = thinking(prefix_caching=False)
+    index = index_of(scheduler)
+    history = ask(scheduler, LONG, max_tokens=9)
+    ask(scheduler, [*history, *[7] * 100], max_tokens=9)
+    kept = states(scheduler)
+    assert kept == [(96, True), (128, False), (237, False)]
+    first, answer, last = sorted_states(index)
+    assert answer.continued and not first.continued and not last.continued
+    assert answer.behind == last.behind == first.id
+    ask(scheduler, [*LONG, 5, *[8] * 100], max_tokens=9)
+    assert index.counters.hits == {"memory": 2} and index.counters.hit_tokens == 128 + STOP
+    assert answer.continued and last.continued, "other answers to the prompt"
+    scheduler.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more"),
+    [
+        (LONG[:31], {}),
+        (LONG, {"max_tokens": 1}),
+        (LONG, {"kv_session": "chat", "kv_session_release": True}),
+    ],
+)
+def test_requests_without_a_prompt_state(prompt: list[int], more: dict[str, Any]) -> None:
+    """One is too short, no chat goes on from beam search, and one lets its name go."""
+    scheduler = thinking()
+    ask(scheduler, prompt, **more)
+    assert not [one for one in states(scheduler) if one[1]]
+    scheduler.shutdown()
+
+
+def test_prompt_states_are_for_models_that_think() -> None:
+    for settings, wanted in (
+        ({}, False),
+        ({"reasoning_parser": "qwen3"}, True),
+        ({"reasoning_parser": "qwen3", "kv_sessions_prompts": False}, False),
+    ):
+        scheduler = make_scheduler(KVPolicyScheduler, 80, kv_sessions=True, **settings)
+        ask(scheduler, LONG)
+        assert ((STOP, True) in states(scheduler)) is wanted
+        scheduler.shutdown()
+
+
+def test_the_same_prompt_again_and_an_abort() -> None:
+    """A second answer to a prompt starts from its prompt state, which both are behind."""
+    scheduler = thinking(prefix_caching=False)
+    index = index_of(scheduler)
+    ask(scheduler, LONG, max_tokens=4)
+    one = add(scheduler, LONG, max_tokens=30)
+    for _ in range(6):
+        finish_step(scheduler, scheduler.schedule())
+    scheduler.finish_requests([one.request_id], RequestStatus.FINISHED_ABORTED)
+    first, *answers = sorted_states(index)
+    assert index.counters.hits == {"memory": 1} and first.is_prompt and len(answers) == 2
+    assert {answer.behind for answer in answers} == {first.id} and not first.continued
+    assert not scheduler.sessions.origins
+    scheduler.shutdown()
+
+
+def test_a_name_after_a_prompt_that_was_read_anew(tmp_path: Path) -> None:
+    """Its file took too long; the answer, which ends by a stop string, continues the named one."""
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    history = ask(scheduler, PROMPT, kv_session="chat")
+    (first,) = index._sessions.values()
+    index.rest(first, time.time())
+    for _ in range(2):
+        one = add(scheduler, [*history, 7, 8], max_tokens=30, kv_session="chat")
+        while one.num_output_tokens < 4:
+            finish_step(scheduler, scheduler.schedule())
+        scheduler.finish_requests([one.request_id], RequestStatus.FINISHED_ABORTED)
+        finish_step(scheduler, scheduler.schedule())
+        history = [*one.all_token_ids]
+        (named,) = index._by_name.values()
+    assert index.counters.misses == {"no_session": 1, "diverged": 1}
+    assert index.counters.hits == {"memory": 1}
+    assert named.num_tokens == len(PROMPT) + 3 + 2 + 4 - 1, "the turn that the last one continues"
+    scheduler.shutdown()

@@ -2,6 +2,7 @@
 """The three flags, the three ``LLM`` arguments, and what they become."""
 
 import copy
+import functools
 import importlib
 import json
 import multiprocessing
@@ -28,7 +29,7 @@ from tests.patches import front_end
 from vllm_cascade import patches
 from vllm_cascade.engine import recall_memory
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
-from vllm_cascade.patches import environment, unsupported
+from vllm_cascade.patches import environment, preload, unsupported
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
@@ -424,12 +425,25 @@ def test_a_patch_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(why: str) -> None:
         raise AttributeError("create_engine_config")
 
-    monkeypatch.setattr(patches, "_applied", False)
-    monkeypatch.setattr(patches, "why_unsupported", lambda: "another version")
-    monkeypatch.setattr(unsupported, "apply", fail)
-    for _ in range(2):
-        with pytest.raises(AttributeError, match="create_engine_config"):
+    monkeypatch.setattr(patches, "_applied", set())
+    with monkeypatch.context() as other:
+        other.setattr(patches, "why_unsupported", lambda: "another version")
+        other.setattr(unsupported, "apply", fail)
+        for _ in range(2):
+            with pytest.raises(AttributeError, match="create_engine_config"):
+                patches.apply_all()
+    done: list[str] = []
+    names = ("environment", "max_model_len", "engine_args", "pool_size", "preload")
+    names += ("ready_response", "request_checks", "snapshot_create", "stat_loggers")
+    for name in names:
+        patch = importlib.import_module(f"vllm_cascade.patches.{name}")
+        monkeypatch.setattr(patch, "apply", functools.partial(done.append, name))
+    with monkeypatch.context() as broken:
+        broken.setattr(preload, "apply", functools.partial(fail, "a name that is gone"))
+        with pytest.raises(AttributeError):
             patches.apply_all()
+    patches.apply_all()
+    assert done == list(names), "none is applied twice"
 
 
 def test_vllm_knows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,6 +477,7 @@ attempt()
 attempt(additional_config={"kv_policy": "full"})
 attempt(additional_config={"kv_policy": "sink", "kv_budget": 64})
 attempt(additional_config={"kv_policy": {"name": "sink"}})
+attempt(additional_config={"kv_policy_config": {"name": "sink", "budget": 64}})
 """
 
 
@@ -477,7 +492,7 @@ def test_an_unchecked_vllm_runs_no_policy() -> None:
     made = [line for line in ran.stdout.splitlines() if line.startswith(("made", "refused"))]
     assert made[:2] == ["made None {}", "made None {'kv_policy': 'full'}"], ran
     why = f"refused KVPolicyError {patches.why_unsupported('0.34.0')}"
-    assert made[2:] == [why, why]
+    assert made[2:] == [why, why, why]
     assert "Traceback" not in ran.stdout + ran.stderr
     assert "but vLLM 0.34.0 is installed" in ran.stdout + ran.stderr
 
@@ -530,6 +545,9 @@ def test_flags_and_arguments_of_sessions(tmp_path: Path) -> None:
     assert SessionSettings.of(placed) == wanted
     assert SessionSettings.of(parse(*SESSIONS).additional_config) == SessionSettings()
     assert SessionSettings.of(parse("--kv-policy", "sink").additional_config) is None
+    for flag, prompts in (("--kv-sessions-prompts", True), ("--no-kv-sessions-prompts", False)):
+        found = SessionSettings.of(parse(*SESSIONS, flag).additional_config)
+        assert found == SessionSettings(prompts=prompts)
 
 
 @pytest.mark.parametrize(
@@ -542,6 +560,7 @@ def test_flags_and_arguments_of_sessions(tmp_path: Path) -> None:
         ),
         ({"kv_sessions": True, "kv_sessions_memory": 0.0}, "--kv-sessions-memory = 0.0"),
         ({"kv_sessions": "yes"}, "--kv-sessions = 'yes': it must be true or false"),
+        ({"kv_sessions": True, "kv_sessions_prompts": "no"}, "--kv-sessions-prompts = 'no'"),
         (
             {"kv_sessions": True, "additional_config": {"kv_sessions": True}},
             "--kv-sessions and .* are the same; remove one",

@@ -287,6 +287,27 @@ def test_pins_hold_half_of_a_tier(tier: str, monkeypatch: pytest.MonkeyPatch) ->
     assert list(index.names()) == ["z five"], "the newest one holds"
 
 
+def test_a_pin_of_more_than_half_takes_those_of_others_only_if_they_have_half() -> None:
+    index = SessionIndex(100)
+    for n in range(4):
+        keep(index, [n], name=f"x{n} chat")
+    keep(index, [5], size=51, name="y large")
+    assert len(index.names()) == 5
+    keep(index, [6], size=9, name="y large")
+    keep(index, [7], size=20, name="z new")
+    assert len(index.names()) == 4, "nine, twenty, and two of ten bytes"
+
+
+def test_a_start_bounds_pins_once() -> None:
+    """The least recently used one loses its pin; the order of files is that of use."""
+    index = SessionIndex(1000, 60)
+    for n in range(5):
+        assert index.adopt(Session("c", token_digests_of([n]), 1, 10, used=n), [f"x {n}"])
+    index.bound_pins()
+    assert list(index.names()) == ["x 2", "x 3", "x 4"] and len(index) == 5
+    SessionIndex(10).bound_pins()
+
+
 def test_an_aborted_answer_leaves_the_turn_before_as_it_is() -> None:
     """It stays pinned and does not leave first, until a request starts from the answer."""
     index = SessionIndex(50)
@@ -297,7 +318,7 @@ def test_an_aborted_answer_leaves_the_turn_before_as_it_is() -> None:
     again = keep(index, [1, 3], name="chat", before=first)  # the client asks again
     assert index.named("chat") is session_of(index, [1, 3]) and turn.continued and again
     third = keep(index, [1, 2, 3], name="chat", before=half, aborted=True)
-    assert index.named("chat") is session_of(index, [1, 3]), "the complete turn keeps it"
+    assert index.named("chat") is answer, "the client goes on from it"
     assert not answer.continued
     keep(index, [1, 2, 3, 4], name="chat", before=third)
     assert answer.continued and session_of(index, [1, 2, 3]).continued
@@ -330,7 +351,96 @@ def test_an_aborted_second_answer_leaves_the_newest_turn_its_name() -> None:
     assert index.named("chat") is session_of(index, [1, 2])
     other = keep(index, [5])
     keep(index, [5, 6], name="chat", before=other, aborted=True)
-    assert index.named("chat") is session_of(index, [1, 2]), "another chat's"
+    assert index.named("chat") is session_of(index, [5]), "the name's next chat"
+
+
+def test_a_name_follows_answers_that_end_by_stop_strings_after_a_restart() -> None:
+    """What a session continues is in its file."""
+    index = SessionIndex(100, 100)
+    first = keep(index, [1], name="chat")
+    keep(index, [1, 2], name="chat", before=first, aborted=True)
+    headers = [one.header for one in index._sessions.values()]
+    again = SessionIndex(100, 100)
+    for header in headers:
+        names = ["chat"] if Session.of(header, 0).id == first else []
+        assert again.adopt(Session.of(header, used=0), names)
+    third = keep(again, [1, 2, 3], name="chat", before=headers_id(headers[1]), aborted=True)
+    assert again.named("chat") is session_of(again, [1, 2]) and third
+
+
+def headers_id(header: dict[str, str]) -> str:
+    return Session.of(header, used=0).id
+
+
+def test_a_prompt_state_and_the_answers_behind_it() -> None:
+    """It stays as long as one of them is pinned; the next turn lets the others leave first."""
+    index = SessionIndex(memory_bytes=80)
+    prompt = keep(index, [1, 2], num_prompt=0, aborted=True)
+    answer = keep(index, [1, 2, 3, 9], num_prompt=3, behind=prompt, name="chat")
+    first, last = session_of(index, [1, 2]), session_of(index, [1, 2, 3, 9])
+    assert first.is_prompt and not last.is_prompt and index.parts(last) == [last, first]
+    assert not first.continued and not last.continued
+    for n in range(20, 27):
+        keep(index, [n])
+    assert {first.id, last.id} <= set(index._sessions), "both are pinned by one name"
+    index.restore(first, "r", (1, 2), "memory", 1)
+    assert last.continued and not first.continued
+    following = keep(index, [1, 2, 4], before=prompt, aborted=True)
+    assert not first.continued, "the next answer has not begun"
+    keep(index, [1, 2, 4, 5, 8], num_prompt=4, before=prompt, behind=following, name="chat")
+    assert first.continued and not last.names and answer
+    keep(index, [30])
+    keep(index, [31])
+    assert first.id not in index._sessions and last.id not in index._sessions
+    assert following in index._sessions
+    assert index.release("chat") and following not in index._sessions
+    for one in list(index._sessions.values()):
+        index.forget(one)
+    assert not index._answers
+
+
+def test_a_prompt_state_with_a_second_name_behind_it() -> None:
+    index = SessionIndex(1000)
+    prompt = keep(index, [1, 2], aborted=True)
+    for n in range(2):
+        keep(index, [1, 2, 3, n], num_prompt=3, behind=prompt, name=f"x {n}")
+    index.release("x 0")
+    assert prompt in index._sessions and len(index) == 2
+    index.release("x 1")
+    assert len(index) == 0
+
+
+def test_prompt_states_count_among_what_is_pinned() -> None:
+    index = SessionIndex(memory_bytes=80)
+    for n in range(2):
+        prompt = keep(index, [n], aborted=True)
+        keep(index, [n, 1, 1], num_prompt=2, behind=prompt, name=f"x {n}")
+    assert list(index.names()) == ["x 0", "x 1"]
+    keep(index, [7], name="x 2")
+    assert list(index.names()) == ["x 1", "x 2"], "four of ten bytes each are half"
+
+
+def test_a_state_that_is_being_copied() -> None:
+    """A request waits for it, other sessions do not make it leave, and it may fail."""
+    index = SessionIndex(memory_bytes=20)
+    for fails in (False, True):
+        one = index.keep("c", [1, 2], 10, pages=(1,), now=0)
+        assert one is not None and one.saving and index.used["memory"] == 10
+        assert index.find("c", [1, 2, 3], 2, 0) is one and not index.ready(one, "r")
+        assert index.keep("c", [8], 15, pages=(1,), now=0) is None
+        assert ops(index) == ["save"] and index.held["memory"] == 0
+        stamp = {one.id: one.stamp}
+        index.note(Report(saved=[one.id], stamps={one.id: "an earlier one"}))
+        assert one.saving
+        if fails:
+            index.note(Report(unsaved=[one.id], stamps=stamp))
+            assert len(index) == 0 and index.used["memory"] == 0 and ops(index) == ["drop"]
+        else:
+            index.note(Report(saved=[one.id], stamps=stamp))
+            assert index.ready(one, "r") and index.held["memory"] == 1
+            one.waiting.clear()
+            index.forget(one)
+            assert ops(index) == ["drop"]
 
 
 def test_names_of_aborted_answers_hold_half_of_a_tier() -> None:

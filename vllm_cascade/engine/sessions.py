@@ -8,7 +8,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ from vllm_cascade.sessions.folder import DAMAGED, NAMES, Bad, Entry, Folder
 from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
-from vllm_cascade.sessions.threads import submit
+from vllm_cascade.sessions.threads import started, submit
 
 KEPT = {
     RequestStatus.FINISHED_STOPPED,
@@ -137,7 +136,7 @@ class SchedulerSessions:
         self.origins: dict[str, Origin] = {}  # of running requests
         path = settings.folder(config.parallel_config.data_parallel_index)
         self.folder = None if path is None else Folder(path)
-        self._keeper = ThreadPoolExecutor(1, "kv-sessions-folder")
+        self._keeper = started(1, "kv-sessions-folder")
         self._foreign: dict[str, Entry] = {}  # other engines' sessions in the folder, by id
         self._foreign_units: Counter[str] = Counter()  # how many of them list each file
         self._unread: dict[str, str] = {}  # names of sessions with a read error; they keep them
@@ -209,6 +208,7 @@ class SchedulerSessions:
             elif differs[entry.id] is not None:  # workers know the files of the others
                 self._foreign[entry.id] = entry
                 self._foreign_units.update(name for name, _ in entry.pieces)
+        self.index.bound_pins()
         folder.remove_unused()
         self._say_foreign(folder, Counter(filter(None, differs.values())))
         self._say_small(folder)
@@ -503,15 +503,18 @@ class SchedulerSessions:
             self.index.counters.misses[reason] += 1
             return
         tokens, blocks = request.all_token_ids[:num], pages(num)
-        before = None if pinned is None else self.index.named(pinned)
+        named = None if pinned is None else self.index.named(pinned)
         contexts = {context, *self._contexts(request)}
-        parts = () if before is None else self.index.parts(before)
-        if parts and not any(self.index.begins(one, contexts, tokens) for one in parts):
+        parts = () if named is None else self.index.parts(named)
+        begun = [one for one in parts if self.index.begins(one, contexts, tokens)]
+        if parts and not begun:
             self.index.counters.misses["name_diverged"] += 1
+        # A request that read its prompt anew, since a file took too long, continues its name's.
+        before = next(iter(begun), None) if origin.session is None else origin.session
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
         self.index.keep(
             *(context, tokens, num_bytes, blocks, time.time(), pinned),
-            before=origin.session and origin.session.id,
+            before=before and before.id,
             num_prompt=request.num_prompt_tokens,
             aborted=request.status == RequestStatus.FINISHED_ABORTED,
             behind=origin.prompt,

@@ -3,10 +3,12 @@
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+
+from vllm_cascade.sessions.threads import started
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
@@ -104,7 +106,7 @@ class StreamCopies(Copies):
         self._side = SideStream(self._device) if side is None else side
         self._staged: deque[tuple[Any, torch.Tensor]] = deque()  # until their copies are done
         self._moving: deque[tuple[Future[Tensors], int]] = deque()  # and bytes of pinned memory
-        self._thread = ThreadPoolExecutor(1, "kv-sessions-copies")
+        self._thread = started(1, "kv-sessions-copies")
 
     def save(self, blocks: Sequence[int]) -> Future[Tensors]:
         index = self._sent(blocks)

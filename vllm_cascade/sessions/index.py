@@ -277,15 +277,15 @@ class SessionIndex:
     def _left_to(self, before: str | None, name: str | None) -> str | None:
         """The name that an aborted answer's state gets: none if another session has, or gets, it.
 
-        What the answer continues is complete, since a request started from it. It takes the name
-        over from earlier turns, but not from a later one: the answer may be one turn's second.
+        What the answer continues is complete, since a request started from it. It takes the name,
+        but not from a later turn: the answer may be one turn's second.
         """
         if name is None:
             return None
         owner, complete = self._by_name.get(name), self._sessions.get(before or "")
         if owner is None and complete is None:
             return name
-        if complete is not None and (owner is None or owner in self._chain(complete)):
+        if complete is not None and (owner is None or complete not in self._chain(owner)):
             self._pin(complete, name)
             self._bound_pins(complete)
         return None
@@ -307,8 +307,13 @@ class SessionIndex:
         for name in names:
             self._pin(session, name)
         self._set_disk(session, on_disk=True)
-        self._bound_pins(session)
         return True
+
+    def bound_pins(self) -> None:
+        """Bound what is pinned, once all sessions of the folder have been taken."""
+        pinned = [one for one in self._sessions.values() if one.names and not one.unusable]
+        if pinned:
+            self._bound_pins(pinned[-1])
 
     def release(self, name: str) -> bool:
         """Drop a name, and with its last name the session; False if no session has it."""
@@ -468,7 +473,8 @@ class SessionIndex:
         """Let pinned sessions have at most half of a tier; others lose their pins, and stay.
 
         The least recently used one of the same cache salt and adapter loses its pin first, then
-        that of any other. The newest pin holds, however large its session is.
+        that of any other. The newest pin holds, and is not counted if it takes more than half
+        alone: all others would lose theirs for it.
         """
         if not newest.names:
             return
@@ -480,7 +486,9 @@ class SessionIndex:
         disk = [(one, file) for one, file in files if file.on_disk or file.writing]
         memory = [(one, part) for one, part in parts if not part.on_disk and not part.writing]
         for tier, bound in ((memory, self.memory_bytes), (disk, self._most_disk)):
-            held = Counter(file.id for _, file in tier)
+            own = {file.id: file.num_bytes for one, file in tier if one is newest}
+            alone = sum(own.values()) > bound // 2
+            held = Counter(file.id for one, file in tier if not alone or one is not newest)
             excess = sum(self._sessions[id_].num_bytes for id_ in held) - bound // 2
             for one, file in tier:
                 if excess > 0 and one is not newest:

@@ -131,6 +131,7 @@ class Session:
             "num_tokens": str(self.num_tokens),
             "num_bytes": str(self.num_bytes),
             "prompt": self.prompt,
+            "before": self.before,
             "behind": self.behind,
             "stamp": self.stamp,
         }
@@ -145,7 +146,8 @@ class Session:
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
         known = header["context"], header["tokens"], *numbers
         session = cls(*known, used=used, touched=used, stamp=header["stamp"])
-        session.prompt, session.behind = header.get("prompt", ""), header.get("behind", "")
+        session.prompt = header.get("prompt", "")
+        session.before, session.behind = header.get("before", ""), header.get("behind", "")
         return session
 
 

@@ -288,12 +288,13 @@ class WorkerSessions:
 
     def _remove(self, id_: str) -> None:
         assert self._pieces is not None
-        self._pieces.load()
+        with suppress(OSError):  # then a later start removes its units
+            self._pieces.load()
         try:
             self._path(id_).unlink(missing_ok=True)
+            self._pieces.release(id_)
         except OSError as error:
             self._warn("remove", f"a session could not be removed ({error})")
-        self._pieces.release(id_)
 
     def _touch(self, id_: str) -> None:
         with suppress(OSError):  # the folder may have become read-only, or the file is gone
