@@ -9,6 +9,10 @@ Run it with:
 
 The client sends the whole conversation each turn, as every OpenAI client does, and keeps it in a
 file. After a restart of client or server the chat goes on where it was.
+
+A model that thinks also needs ``--reasoning-parser``. Its thoughts are sent back: some chat
+templates keep them, and the server goes on from the answer. Others leave them out, and it goes on
+from the state before the answer, which ``--reasoning-parser`` lets it keep.
 """
 
 import argparse
@@ -41,8 +45,11 @@ def main() -> None:
             # The name keeps the session while other, unnamed ones leave.
             extra_body={"vllm_xargs": {"kv_session": args.chat.stem}},
         )
-        text = answer.choices[0].message.content
+        message = answer.choices[0].message
+        text = message.content
         messages.append({"role": "assistant", "content": text})
+        if thoughts := getattr(message, "reasoning", None):
+            messages[-1]["reasoning"] = thoughts
         args.chat.write_text(json.dumps(messages))
         details = answer.usage.prompt_tokens_details
         known = (details.cached_tokens or 0) if details else 0

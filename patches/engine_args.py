@@ -198,9 +198,11 @@ def _wrap_create(original):
         from vllm_cascade.engine.configure import apply_policy
         from vllm_cascade.engine.devices import this_device
 
+        device = this_device()
+        device.prepare()
         with max_model_len.positions_are_bounded() as native:
             config = original(self, *args, **kwargs)
-        this_device().restore(config, self)
+        device.restore(config, self)
         apply_policy(config, raw, *native.of(config.speculative_config))
         if isinstance(self.additional_config, Shared):
             _keep(self.additional_config, raw, config)

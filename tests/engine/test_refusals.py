@@ -7,6 +7,7 @@ error after it would need weights to be read.
 
 import importlib
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from transformers import AutoConfig
 from vllm import envs
 from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
+from vllm.config import vllm as vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
@@ -25,6 +27,7 @@ from vllm_cascade.attention.cuda.mail import DeviceTables
 from vllm_cascade.attention.cuda.rule_room import MOST_BYTES
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
+from vllm_cascade.engine import devices
 from vllm_cascade.engine.devices import CUDA, DEVICES, WITHOUT_CPU_KERNEL, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
 from vllm_cascade.policies.registry import policy_of, resolve
@@ -1022,6 +1025,20 @@ def test_refused_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     config.scheduler_config.scheduler_cls = None
     with pytest.raises(KVPolicyError, match="VLLM_USE_V2_MODEL_RUNNER"):
         check(config, resolve({"name": "cascade"}), DEVICES["cpu"].refusals)
+
+
+def test_a_cpu_with_triton_has_the_first_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would choose the second one, unless it is told not to."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # is restored after the test
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    for module in (devices, vllm_config):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    assert EngineArgs(model=str(MODEL)).create_engine_config().use_v2_model_runner
+    assert not create(MODEL).use_v2_model_runner
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(KVPolicyError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        create(MODEL)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "longrope", "yarn"])

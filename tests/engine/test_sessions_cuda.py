@@ -14,9 +14,18 @@ import numpy as np
 import pytest
 
 from tests.engine import async_cpu
-from tests.engine.chats import ask, chat, flush, index_of, says, uninterrupted, wait_for_files
+from tests.engine.chats import (
+    ask,
+    chat,
+    flush,
+    index_of,
+    params,
+    says,
+    uninterrupted,
+    wait_for_files,
+)
 from tests.engine.drafters import scripted
-from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.pool import EnginePool, generated, pool_usage
 from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_latent import V2
 from tests.engine.test_runner_v2 import run
@@ -90,6 +99,25 @@ def test_memory_and_a_new_engine(
     name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path
 ) -> None:
     check_chat(engine_pool, name, tmp_path, llama)
+
+
+@pytest.mark.parametrize("name", ["recall", "recall-heads"])
+def test_a_chat_that_leaves_thoughts_out(
+    name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path
+) -> None:
+    """The state before the answer is copied while its request runs."""
+    settings = {"kv_sessions_prompts": True, "enable_prefix_caching": False}
+    llm = start(engine_pool, name, tmp_path, llama, **settings)
+    stride, history = CASES[name]["prefill_stride"], TOKENS[:150]
+    _, (answer, _) = ask(llm, history)
+    known = (len(history) - 16) // stride * stride
+    history = [*history, *answer[30:], *TOKENS[400:460]]
+    cached, turn = ask(llm, history)
+    plain = {"prompt_token_ids": history, "cache_salt": "nothing is found"}
+    (truth,) = llm.generate([plain], params(), use_tqdm=False)
+    assert cached == known and turn == generated(truth)
+    assert index_of(llm).counters.hits == {"memory": 1} and pool_usage(llm) == 0.0
+    engine_pool.close()
 
 
 @pytest.mark.parametrize(("name", "cache_dtype"), ROWS)

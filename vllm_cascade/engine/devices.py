@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices that policies run on, and the contract that each of them fulfils."""
 
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -8,6 +9,7 @@ from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -21,6 +23,8 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.copies import Copies, StreamCopies
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 WITHOUT_CPU_KERNEL = ("bailing_hybrid", "jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
@@ -98,6 +102,9 @@ class Device:
         """What a check's verdict holds for, besides versions of packages."""
         return {}
 
+    def prepare(self) -> None:
+        """Choose what vLLM reads from the environment; called before ``config`` is made."""
+
     def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
         """Restore what vLLM changed for kernels and prefix caching of its own that ours replace.
 
@@ -106,7 +113,8 @@ class Device:
             arguments: what the user asked for, with vLLM's defaults.
         """
         if config.model_config.is_hybrid:
-            config.cache_config.mamba_cache_mode = arguments.mamba_cache_mode or "none"
+            mode = getattr(arguments, "mamba_cache_mode", None)  # vLLM is about to remove it
+            config.cache_config.mamba_cache_mode = mode or "none"
             config.cache_config.mamba_block_size = arguments.mamba_block_size
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:
@@ -153,13 +161,21 @@ class CPU(Device):
         Refusal(
             "Model Runner V2 on the CPU",
             lambda config, _: config.use_v2_model_runner,
-            "Model Runner V2 is not tested with --kv-policy on the CPU; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0",
+            f"Model Runner V2 is not tested with --kv-policy on the CPU; set {RUNNER}=0",
         ),
     )
 
     def is_current(self) -> bool:
         return current_platform.is_cpu()
+
+    def prepare(self) -> None:
+        """Choose Model Runner V1, where nothing else is asked for.
+
+        Where Triton has a CPU backend, as in vLLM's image for CPUs, vLLM would choose V2.
+        """
+        if HAS_TRITON and RUNNER not in os.environ:
+            os.environ[RUNNER] = "0"
+            logger.info("KV policy: engines on CPUs have Model Runner V1 (%s=0)", RUNNER)
 
     def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
         super().restore(config, arguments)
