@@ -18,6 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.conftest import MODEL
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine import scheduler as scheduler_module
 from vllm_cascade.engine.encoder_inputs import release_unreached
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 from vllm_cascade.log import logger
@@ -199,6 +200,20 @@ def finish_step(scheduler: Any, output: Any, ends: dict[str, int] | None = None)
     saves = [one.id for one in getattr(output, "sessions", ()) if one.op == "save"]
     result.kv_sessions = Report(saved=saves)  # noqa: B010: a field of ours
     scheduler.update_from_output(output, result)
+
+
+def test_a_pool_that_requests_cannot_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start names the bytes that are enough, counting the null block."""
+    said: list[str] = []
+    monkeypatch.setattr(scheduler_module.logger, "info", lambda text, *_: said.append(text))
+    made = make_scheduler(KVPolicyScheduler, num_pages=40)
+    need = made._manager.kv_cache_spec.num_pages(4096)
+    page = 2 * made._manager.kv_cache_spec.page_size_bytes  # of two layers
+    assert 8 * need >= 40 and not [text for text in said if "KV pool" in text]
+    make_scheduler(KVPolicyScheduler, num_pages=8 * need + 1)
+    (text,) = [text for text in said if "KV pool" in text]
+    assert f"8 requests (--max-num-seqs) hold at most {8 * need} of {8 * need + 1} pages" in text
+    assert f"--kv-cache-memory-bytes {(8 * need + 1) * page} is enough" in text
 
 
 @pytest.mark.parametrize("cls", SCHEDULERS)

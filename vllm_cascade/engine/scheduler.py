@@ -38,6 +38,7 @@ from vllm_cascade.engine.encoder_inputs import (
 )
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.engine.recall_memory import log_memory, model_shape, open_memory
+from vllm_cascade.engine.session_header import page_bytes
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import shares_caches
@@ -110,7 +111,7 @@ class _StrideAligned(_Base):
         self._looked_up: set[str] = set()  # requests that this step looks for in the prefix cache
         self._ended: dict[str, int] = {}
         self._drafted: list[tuple[Request, int]] = []  # with the first draft's index
-        self._warn_of_small_pool()
+        self._compare_with_pool()
         ranks = self.parallel_config.tensor_parallel_size
         copies = ranks * self._num_layers(spec)
         self._meter = Meter(self._manager, copies, self._schedule_of, self._states)
@@ -164,8 +165,8 @@ class _StrideAligned(_Base):
                 "and --block-size a multiple of the other"
             )
 
-    def _warn_of_small_pool(self) -> None:
-        """Warn if the longest request does not fit the pool.
+    def _compare_with_pool(self) -> None:
+        """Warn if the longest request does not fit the pool, and say if all requests leave room.
 
         ``admission.check_request`` refuses each request that does not fit.
 
@@ -189,6 +190,15 @@ class _StrideAligned(_Base):
                 f"pages of {self.block_size} tokens, but the pool has {have}; requests that need "
                 "more are refused. Raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), "
                 "or lower --kv-budget or --max-model-len"
+            )
+        requests = self.scheduler_config.max_num_seqs
+        if (most := requests * need) < have:
+            ranks = self.parallel_config.tensor_parallel_size
+            page = page_bytes(self.vllm_config, self.kv_cache_config, spec) // ranks
+            logger.info(
+                f"KV pool: {requests} requests (--max-num-seqs) hold at most {most} of {have} "
+                f"pages; the rest is for prompts that prefix caching keeps. Without it, "
+                f"--kv-cache-memory-bytes {(most + 1) * page} is enough"
             )
 
     def _limit(self, request: Request) -> tuple[str, int, Schedule]:
