@@ -449,6 +449,8 @@ def test_a_chat_that_leaves_thoughts_out(prefix_caching: bool) -> None:
     prompts = [one for one in index._sessions.values() if one.is_prompt]
     prompts.sort(key=lambda one: one.num_tokens)
     assert [one.continued for one in prompts] == [True, True, False]
+    answers = [one for one in sorted_states(index) if not one.is_prompt]
+    assert [one.continued for one in answers] == [True, True, False]
     (last,) = index._by_name.values()
     assert index.parts(last) == [last, prompts[-1]]
     assert index.counters.hits == ({} if prefix_caching else {"memory": 2})
@@ -512,6 +514,14 @@ def test_the_same_prompt_again_and_an_abort() -> None:
     first, *answers = sorted_states(index)
     assert index.counters.hits == {"memory": 1} and first.is_prompt and len(answers) == 2
     assert {answer.behind for answer in answers} == {first.id} and not first.continued
+    assert answers[0].continued
+    ask(scheduler, LONG, max_tokens=4)
+    assert not answers[0].continued, "it is an answer again"
+    one = add(scheduler, [*LONG, *[7] * 100], max_tokens=30)
+    while one.num_output_tokens < 3:
+        finish_step(scheduler, scheduler.schedule())
+    scheduler.finish_requests([one.request_id], RequestStatus.FINISHED_ABORTED)
+    assert (192, True) in states(scheduler) and not first.continued
     assert not scheduler.sessions.origins
     scheduler.shutdown()
 

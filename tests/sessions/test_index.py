@@ -364,8 +364,10 @@ def test_a_name_follows_answers_that_end_by_stop_strings_after_a_restart() -> No
     for header in headers:
         names = ["chat"] if Session.of(header, 0).id == first else []
         assert again.adopt(Session.of(header, used=0), names)
-    third = keep(again, [1, 2, 3], name="chat", before=headers_id(headers[1]), aborted=True)
-    assert again.named("chat") is session_of(again, [1, 2]) and third
+    keep(again, [1, 2, 3], name="chat", before=headers_id(headers[1]), aborted=True)
+    assert again.named("chat") is session_of(again, [1, 2])
+    keep(again, [1, 4], name="chat", before=first, aborted=True)
+    assert again.named("chat") is session_of(again, [1, 2]), "a later turn than the first"
 
 
 def headers_id(header: dict[str, str]) -> str:

@@ -506,15 +506,12 @@ class SchedulerSessions:
         named = None if pinned is None else self.index.named(pinned)
         contexts = {context, *self._contexts(request)}
         parts = () if named is None else self.index.parts(named)
-        begun = [one for one in parts if self.index.begins(one, contexts, tokens)]
-        if parts and not begun:
+        if parts and not any(self.index.begins(one, contexts, tokens) for one in parts):
             self.index.counters.misses["name_diverged"] += 1
-        # A request that read its prompt anew, since a file took too long, continues its name's.
-        before = next(iter(begun), None) if origin.session is None else origin.session
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
         self.index.keep(
             *(context, tokens, num_bytes, blocks, time.time(), pinned),
-            before=before and before.id,
+            before=origin.session and origin.session.id,
             num_prompt=request.num_prompt_tokens,
             aborted=request.status == RequestStatus.FINISHED_ABORTED,
             behind=origin.prompt,
