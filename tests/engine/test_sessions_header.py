@@ -111,6 +111,15 @@ def test_names_come_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "names.json: " in said[0] and "no session is pinned" in said[0]
 
 
+def test_a_start_bounds_what_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a smaller bound: the most recently used ones keep their names."""
+    ids = [put(tmp_path, n, 10.0 + n).id for n in range(3)]
+    pin(tmp_path, {f"scope {n}": id_ for n, id_ in enumerate(ids)})
+    made, _ = started(tmp_path, monkeypatch, disk_bytes=400)
+    assert sorted(made.index.names()) == ["scope 1", "scope 2"] and made.index.held["disk"] == 3
+    made._keeper.shutdown()
+
+
 def test_other_engines_sessions_count_and_leave_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -517,7 +517,7 @@ def test_the_same_prompt_again_and_an_abort() -> None:
     assert answers[0].continued
     ask(scheduler, LONG, max_tokens=4)
     assert not answers[0].continued, "it is an answer again"
-    one = add(scheduler, [*LONG, *[7] * 100], max_tokens=30)
+    one = add(scheduler, [*LONG, *[900] * 100], max_tokens=30)
     while one.num_output_tokens < 3:
         finish_step(scheduler, scheduler.schedule())
     scheduler.finish_requests([one.request_id], RequestStatus.FINISHED_ABORTED)
