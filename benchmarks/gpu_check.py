@@ -24,7 +24,7 @@ from benchmarks.reporting.tables import table_of_json
 from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
-KINDS = ("checks", "caching", "attend", "layer", "prefill", "split")
+KINDS = ("checks", "attend", "layer", "prefill", "split")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
     """The checks and timings of ``kinds``, as one JSON value."""
     import torch
 
-    from benchmarks.gpu import caching, decode_layer, timings
+    from benchmarks.gpu import decode_layer, timings
 
     device = torch.device("cpu" if interpret else "cuda")
     sizes = timings.TINY if interpret else timings.Sizes()
@@ -67,7 +67,6 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
     bench = timings.Bench(device, time.monotonic() + seconds)
     result["copy_gbps"] = timings.copy_bandwidth(bench, sizes)
     timed = {
-        "caching": caching.caching_rows(bench, sizes),
         "attend": timings.attend_rows(bench, sizes, result["copy_gbps"]),
         "layer": decode_layer.layer_rows(bench, sizes),
         "prefill": timings.prefill_rows(bench, sizes),
@@ -118,8 +117,6 @@ def goals(result: Row) -> list[Row]:
     goal("attend >= 0.75 of copy bandwidth", shares, all(v >= 0.75 for v in shares))
     costs = [row["over_plain"] for row in decode]
     goal("attend <= 1.15 x plain build", costs, all(v <= 1.15 for v in costs))
-    speedups = [row["speedup"] for row in measured("caching") if row["score_update"]]
-    goal("caching >= 20 x concatenation", speedups, all(v >= 20 for v in speedups))
     prefill = [row for row in measured("prefill") if row["tokens"] >= 8192]
     for stride in sorted({row["stride"] for row in measured("prefill")}):
         times = [row["us_per_token"] for row in prefill if row["stride"] == stride]

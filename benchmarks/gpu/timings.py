@@ -24,7 +24,6 @@ from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
-from vllm_cascade.kernels.triton.scores import update
 from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
@@ -51,11 +50,6 @@ class Sizes:
     heads: tuple[tuple[int, int], ...] = ((32, 8), (8, 8))
     head_size: int = 128
     copy_bytes: int = GIB
-    cache_steps: int = 4196
-    cache_dropped: int = 100
-    cache_batch: int = 8
-    cache_heads: int = 32
-    cache_window: int = 1024
     prefill_lengths: tuple[int, ...] = (4096, 8192, 32768, 131072)
     prefill_strides: tuple[int, ...] = (256, 512, 1024, 4096)
     prefill_budget: int = 2048
@@ -70,11 +64,6 @@ TINY = Sizes(
     heads=((2, 1),),
     head_size=16,
     copy_bytes=1 << 16,
-    cache_steps=14,
-    cache_dropped=2,
-    cache_batch=1,
-    cache_heads=2,
-    cache_window=16,
     prefill_lengths=(48, 96),
     prefill_strides=(24,),
     prefill_budget=24,
@@ -224,16 +213,6 @@ class Layer:
             return None
         scored = self._views("rank", "score", "table")
         return merge_scored(**found, logits=logits, own=own, **scored, reduction="mean")
-
-    def update(self, logits: torch.Tensor, own: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Update scores with a decode step's attention; returns the new tokens' scores."""
-        return update(
-            logits=logits,
-            own=own,
-            lse=lse,
-            **self._views("rank", "score", "table", "steps"),
-            reduction="mean",
-        )
 
     def insert(
         self, key: torch.Tensor, value: torch.Tensor, score: torch.Tensor, **rules: Any

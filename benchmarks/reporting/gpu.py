@@ -61,16 +61,6 @@ def layers(rows: list[Row]) -> Table:
     return table("A layer of a decode step", columns, found, note)
 
 
-def insertion(rows: list[Row]) -> Table:
-    columns = ["dtype", "sub-caches", "ms", "concatenation, ms", "times as fast"]
-    found = [
-        [row["dtype"], str(row["cascades"]), f"{row['ms']:.3f}", f"{row['concatenation_ms']:.3f}",
-         f"{row['speedup']:.0f}"]
-        for row in rows if "ms" in row
-    ]  # fmt: skip
-    return table("Insertion against concatenation", columns, found)
-
-
 def prompts(rows: list[Row]) -> Table:
     launches = ("gather", "stride_attention", "column_sums", "insertion")
     columns = [
@@ -167,12 +157,11 @@ def check_tables(runs: list[Row]) -> list[Table]:
     """Tables of what runs of ``gpu_check`` wrote."""
     rows = {
         kind: [row for run in runs for row in run[kind]]
-        for kind in ("checks", "attend", "layer", "caching", "prefill")
+        for kind in ("checks", "attend", "layer", "prefill")
     }
     tables = [checks(rows["checks"])] if rows["checks"] else []
     tables += [decode(run["attend"], run["copy_gbps"]) for run in runs if run["attend"]]
     tables += [layers(rows["layer"])] if rows["layer"] else []
-    tables += [insertion(rows["caching"])] if rows["caching"] else []
     return tables + ([prompts(rows["prefill"])] if rows["prefill"] else [])
 
 

@@ -29,7 +29,6 @@ CHECK: dict[str, Any] = {
     "copy_gbps": 3000.0,
     "attend": [ATTEND, SKIPPED],
     "layer": [LAYER],
-    "caching": [],
     "prefill": [PREFILL],
     "goals": [],
 }
