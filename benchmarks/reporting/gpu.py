@@ -3,9 +3,8 @@
 
     python -m benchmarks.reporting.gpu FOLDER --commit COMMIT --out benchmarks/results/NAME.json
 
-FOLDER has files ``gpu_check*.json``, what ``gpu.tune`` wrote, ``gpu_engine*.json``, or some of
-these, all of one card. The card's machine may have no rich and no history, so it writes plain JSON,
-and the commit is named here.
+FOLDER has files ``gpu_check*.json``, ``gpu_engine*.json``, or both, all of one card. The card's
+machine may have no rich and no history, so it writes plain JSON, and the commit is named here.
 """
 
 import argparse
@@ -17,8 +16,6 @@ from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table
 
 Row = dict[str, Any]
-SHOWN = 10
-"""Configurations in the table of ``gpu.tune``."""
 WITHOUT_VLLM = {"vllm": "not installed"}
 
 
@@ -74,14 +71,6 @@ def prompts(rows: list[Row]) -> Table:
     ]  # fmt: skip
     note = "32 query and 8 KV heads of 128, fp16."
     return table("A prompt over 2,048 cached tokens", columns, found, note)
-
-
-def tuned(rows: list[Row]) -> Table:
-    names = ["queries", "tile", "warps", "stages"]
-    timed = [row for row in rows if "ms" in row]
-    found = [[*(str(row[name]) for name in names), f"{row['ms']:.3f}"] for row in timed[:SHOWN]]
-    note = f"The fastest of {len(rows)}; {len(rows) - len(timed)} did not compile."
-    return table("attend_strides by configuration", [*names, "ms"], found, note)
 
 
 KINDS = {
@@ -187,17 +176,16 @@ def runs_in(folder: Path) -> dict[str, Row]:
 
 
 def result(folder: Path, commit: str, command: str | None = None) -> Row:
-    """The kept result of a folder: of ``gpu_check``, ``tune`` and ``gpu_engine``, or some of them.
+    """The kept result of a folder: of ``gpu_check``, ``gpu_engine``, or both.
 
     Raises:
         ValueError: as ``runs_in``.
     """
-    found, tune = runs_in(folder), folder / "tune.json"
+    found = runs_in(folder)
     check = [run for name, run in found.items() if name.startswith("gpu_check")]
     engine = [run for name, run in found.items() if name.startswith("gpu_engine")]
     parts = [
         ("gpu_check", check_tables(check) if check else []),
-        ("gpu.tune", [tuned(json.loads(tune.read_text("utf-8")))] if tune.is_file() else []),
         ("gpu_engine", engine_tables(engine) if engine else []),
     ]
     timed = [row for run in check for row in run["checks"]]

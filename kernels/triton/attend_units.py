@@ -243,10 +243,10 @@ def _attend_units(
     tl.store(partial_lse + place, lse, mask=real)
 
 
-def units_launcher(device: torch.device, dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
+def units_launcher(dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
     """Launches the kernel in one layer, of whose arguments ``fixed`` are the others that are
     ``attend.DecodeAttention``'s."""
-    config = units_config(device, dtype, fixed["HEAD"], group)
+    config = units_config(dtype, fixed["HEAD"], group)
     return Launcher(
         _attend_units,
         **fixed,
