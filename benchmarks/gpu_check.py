@@ -24,7 +24,7 @@ from benchmarks.reporting.tables import table_of_json
 from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
-KINDS = ("checks", "attend", "layer", "prefill", "split")
+KINDS = ("checks", "attend", "layer", "prefill")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,7 +70,6 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
         "attend": timings.attend_rows(bench, sizes, result["copy_gbps"]),
         "layer": decode_layer.layer_rows(bench, sizes),
         "prefill": timings.prefill_rows(bench, sizes),
-        "split": timings.split_rows(bench, sizes),
     }
     for kind, rows in timed.items():  # generators: what is not wanted does not run
         result[kind] = list(rows) if kind in kinds else []

@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
-from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
     NUMBER_ROWS,
@@ -53,9 +52,6 @@ class Sizes:
     prefill_lengths: tuple[int, ...] = (4096, 8192, 32768, 131072)
     prefill_strides: tuple[int, ...] = (256, 512, 1024, 4096)
     prefill_budget: int = 2048
-    split_heads: tuple[tuple[int, int], ...] = ((4, 1), (8, 1), (16, 2), (32, 8))
-    split_stride: int = 256
-    split_least: int = configs.LEAST_PART
 
 
 TINY = Sizes(
@@ -67,9 +63,6 @@ TINY = Sizes(
     prefill_lengths=(48, 96),
     prefill_strides=(24,),
     prefill_budget=24,
-    split_heads=((2, 1),),
-    split_stride=20,
-    split_least=8,
 )
 
 
@@ -294,30 +287,6 @@ def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     return bench.rows("prefill", cases, measure)
 
 
-def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
-    """Attention of one stride of few query heads: a program for all keys, and split over them."""
-
-    def measure(case: Row) -> Row:
-        queries, heads = map(int, case["heads"].split("/"))
-        prompt = _Prompt(bench, sizes, case["stride"], queries, heads, torch.float16)
-        split = configs.stride_split(
-            bench.device,
-            torch.float16,
-            head_size=sizes.head_size,
-            num_queries=queries,
-            longest=case["stride"],
-            most_keys=sizes.prefill_budget,
-            least=sizes.split_least,
-        )
-        row: Row = {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
-        row["ms"] = bench.milliseconds(lambda: prompt.attend(split))
-        return row | {"speedup": row["whole_ms"] / row["ms"]}
-
-    stride = sizes.split_stride
-    cases = ({"heads": f"{q}/{heads}", "stride": stride} for q, heads in sizes.split_heads)
-    return bench.rows("split", cases, measure)
-
-
 class _Prompt:
     """Strides over a full cache: gathering it, attention, column sums, and a window's insertion.
 
@@ -367,27 +336,12 @@ class _Prompt:
         )
         pages = self.layer._views("kv", "rank", "born", "score")
         own = {"rotation": self.layer.rotation, "scale": size**-0.5, "num_queries": queries}
-        self._cached = CachedLayer(**pages, **own)
-        self.gathering = StrideGather(self._cached)
-        self.sums = ColumnSums(self._cached, "mean")
-        self.insertion = StrideInsertion(self._cached, "mean")
-        self.splits: dict[configs.Split, tuple[StrideAttention, Strides]] = {}
+        cached = CachedLayer(**pages, **own)
+        self.gathering, self.attention = StrideGather(cached), StrideAttention(cached)
+        self.sums, self.insertion = ColumnSums(cached, "mean"), StrideInsertion(cached, "mean")
 
-    def attend(self, split: configs.Split = configs.WHOLE) -> None:
-        if split not in self.splits:
-            attention = StrideAttention(self._cached, split=split)
-            partial = None
-            if split != configs.WHOLE:  # what parts leave each other
-                query = self.tokens.query
-                shape, device = (*query.shape[:2], split.splits), query.device
-                partial = Partial(
-                    output=torch.empty(*shape, query.shape[2], device=device),
-                    marks=torch.empty(*shape, MARKS, device=device),
-                    arrived=torch.zeros(query[..., 0].numel(), dtype=torch.int32, device=device),
-                )
-            self.splits[split] = attention, replace(self.strides, partial=partial)
-        attention, strides = self.splits[split]
-        attention(self.tokens, strides)
+    def attend(self) -> None:
+        self.attention(self.tokens, self.strides)
 
     def gather(self) -> None:
         self.gathering(self.strides)

@@ -26,7 +26,7 @@ def test_gpu_check_interpreted(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "gpu_check_interpreted.json").read_text())
     assert result["correct"] and len(result["checks"]) > 20
     assert result["interpreted"] and result["goals"] == [], "no goal is reached in an interpreter"
-    for kind in ("attend", "prefill", "split"):
+    for kind in ("attend", "prefill"):
         assert all(row["ms"] > 0 for row in result[kind]) and result[kind]
     assert {row["scored"] for row in result["layer"]} == {True, False}
     assert all(row["and_insert_us"] > 0 for row in result["layer"])
