@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.decode_calls import attend, insert, merge, merge_scored
+from tests.kernels.decode_calls import attend, insert, merge_scored
 from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
@@ -169,41 +169,27 @@ class Layer:
         return {name: getattr(self, name) for name in names}
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        featured: bool,
-        output: torch.Tensor | None = None,
-        splits: int | None = None,
-    ) -> torch.Tensor | None:
-        """One decode step's attention.
-
-        Args:
-            featured: with rotation and score update; the new tokens' scores are returned then.
-            splits: None: as the engine would split it.
-        """
-        if splits is None:
-            batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
-            splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
+        self, query: torch.Tensor, key: torch.Tensor, output: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One decode step's attention with rotation and score update: the new tokens' scores."""
+        batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
+        splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
             value=key,
             **self._views("kv", "rank", "born", "table", "steps"),
-            rotation=self.decode_rotation if featured else None,
+            rotation=self.decode_rotation,
             slopes=None,
             logit_scale=None,
             scale=query.shape[2] ** -0.5,
             softcap=0.0,
             interleaved=False,
             splits=splits,
-            keep_logits=featured,
+            keep_logits=True,
         )
         output = torch.empty_like(query) if output is None else output
         found = {"partial": parts, "partial_lse": parts_lse, "steps": self.steps, "output": output}
-        if not featured:
-            merge(**found)
-            return None
         scored = self._views("rank", "score", "table")
         return merge_scored(**found, logits=logits, own=own, **scored, reduction="mean")
 
@@ -234,15 +220,10 @@ def attend_rows(bench: Bench, sizes: Sizes, copy_gbps: float) -> Iterator[Row]:
         layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
         query = torch.randn(batch, queries, size, dtype=dtype, device=device)
         key = torch.randn(batch, heads, size, dtype=dtype, device=device)
-
-        def timed(featured: bool) -> float:
-            turn = itertools.cycle(layers)
-            return bench.replayed(lambda: next(turn).attend(query, key, featured))
-
-        row: Row = {"ms": timed(True), "plain_ms": timed(False)}
+        turn = itertools.cycle(range(copies))
+        row: Row = {"ms": bench.replayed(lambda: layers[next(turn)].attend(query, key))}
         row["gbps"] = kv_bytes / row["ms"] / 1e6
         row["of_copy"] = row["gbps"] / copy_gbps
-        row["over_plain"] = row["ms"] / row["plain_ms"]
         layers.clear()
         # The same amount of keys, gathered ahead.
         keys, values = torch.randn(2, batch, heads, cached, size, dtype=dtype, device=device)

@@ -192,7 +192,6 @@ def result(folder: Path, commit: str, command: str | None = None) -> Row:
     timed += [row for run in engine for row in run["rows"]]
     # The versions of the engines, if any ran: the kernels alone need no vLLM.
     environment = engine[0]["environment"] if engine else check[0]["environment"] | WITHOUT_VLLM
-    goals = [goal for run in check for goal in run["goals"] if goal["measured"]]
     ran = "; ".join(f"python -m benchmarks.{name}" for name, tables in parts if tables)
     return {
         "command": command or ran,
@@ -200,7 +199,7 @@ def result(folder: Path, commit: str, command: str | None = None) -> Row:
         "environment": environment | {"git_commit": commit, "git_dirty": False},
         "settings": {},
         "tables": [one.as_json() for _, tables in parts for one in tables],
-        "data": {"goals": goals} if check else {},
+        "data": {},
     }
 
 

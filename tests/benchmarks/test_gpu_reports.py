@@ -29,7 +29,6 @@ CHECK: dict[str, Any] = {
     "attend": [ATTEND, SKIPPED],
     "layer": [LAYER],
     "prefill": [PREFILL],
-    "goals": [],
 }
 
 
@@ -51,21 +50,14 @@ def test_a_kept_result(tmp_path: Path) -> None:
 
 def test_runs_of_some_kinds_are_kept_together(tmp_path: Path) -> None:
     """Each run has its own bandwidth; kinds that no run has get no table."""
-    first = CHECK | {
-        "attend": [],
-        "layer": [],
-        "prefill": [],
-        "goals": [{"goal": "a", "measured": []}],
-    }
+    first = CHECK | {"attend": [], "layer": [], "prefill": []}
     second = CHECK | {"checks": [], "copy_gbps": 2000.0, "layer": [], "prefill": []}
-    second["goals"] = [{"goal": "a", "measured": [0.8]}]
     for name, one in (("", first), ("_attend", second)):
         (tmp_path / f"gpu_check{name}.json").write_text(json.dumps(one))
     found = gpu.result(tmp_path, "0123456789ab", "two commands")
     titles = [one["title"] for one in found["tables"]]
     assert titles == ["Kernels against their references", "Decode attention"]
     assert "2,000 GB/s" in found["tables"][1]["note"] and found["command"] == "two commands"
-    assert found["data"]["goals"] == [{"goal": "a", "measured": [0.8]}]
 
 
 def test_a_kept_result_of_engines(tmp_path: Path) -> None:
@@ -113,7 +105,6 @@ def test_a_folder_of_both_is_one_result(tmp_path: Path) -> None:
         f"python -m benchmarks.{name}" for name in ("gpu_check", "gpu_engine")
     ]
     assert found["environment"]["vllm"] == "1" and found["seconds"] == 10.0
-    assert found["data"] == {"goals": []}
 
 
 def test_cards_and_toy_runs_are_not_mixed(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def graph_equals_eager(device: Any) -> float:
         layer = twins[i]
         lengths[i].add_((lengths[i] > 0).int())
         schedule(lengths[i], layer.table, tables, schedule_of, layer.steps, positions)
-        new = layer.attend(query, key, featured=True, output=outputs[i], splits=4)
+        new = layer.attend(query, key, outputs[i])
         layer.insert(key, key, new, rules=rules, has_cells=True)
 
     step(0)  # compiles; the twin makes the same first step eagerly
