@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 from .attend_tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
     columns,
     dots,
     keys_of,
@@ -47,10 +50,6 @@ from .tiles import (
     tile_offsets,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e38)
-"""Below every logit, but finite, so a maximum over no keys needs no special case."""
 MOST_PAIRS = tl.constexpr(64)
 """Most pairs of channels rotated at a time. A head with more rotates a quarter of its pairs at a
 time, so that pairs and angles fit a warp's registers."""
