@@ -54,7 +54,6 @@ class Ours:
         batch: int,
         new: int,
         heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
-        block_size: int = BLOCK_SIZE,
         steps: int = 1,
         latent: int | None = None,
     ) -> None:
@@ -70,16 +69,16 @@ class Ours:
         num_heads, kv_heads = heads
         policy = resolve(settings)
         full = (FullAttentionSpec if latent is None else MLAAttentionSpec)(
-            block_size=block_size, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype
+            block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype
         )
         spec = KVPolicySpec.from_full(full, policy)
         num_pages = spec.num_pages(1 << 20)
         pool = torch.zeros(1 + batch * num_pages, spec.page_size_bytes, dtype=torch.uint8)
         row, self.value_size = spec.row_size, latent or head_size
-        head = block_size * row
+        head = BLOCK_SIZE * row
         view = torch.as_strided(
             pool.view(dtype),
-            (len(pool), kv_heads, block_size, row),
+            (len(pool), kv_heads, BLOCK_SIZE, row),
             (spec.page_size_bytes // dtype.itemsize, head, row, 1),
         )
         self.impl = CPUKVPolicyImpl(
@@ -91,7 +90,6 @@ class Ours:
         self.impl.prepare(spec, view, Rotary(inverse, True))
         self.view = view
         self.pages = page_views(view, spec)
-        self.scoring = spec.schedule.scoring
         self._fill(policy.num_sinks + policy.budget, batch)
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=batch)
@@ -150,26 +148,6 @@ class Ours:
         layer: Any = SimpleNamespace(layer_name="layer")
         output = query.new_empty(*query.shape[:2], self.value_size)
         self.impl.forward(layer, query, key, value, self.view, self.next(), output)
-
-    def insert(self, new: torch.Tensor) -> None:
-        """Score update and insertion alone, in PyTorch, with made-up probabilities.
-
-        Args:
-            new: ``[batch, heads, head_size]``, key and value; as many query heads as KV heads.
-        """
-        from vllm_cascade.attention.torch import tokens
-        from vllm_cascade.kernels.columns import OLD_SLOTS
-
-        (wave,) = self.next().waves
-        singles, scoring = wave.singles, self.scoring
-        words = tokens._Words.of(singles, self.pages)
-        rank = words.gather(self.pages.rank)
-        slot = rank.new_tensor(range(rank.shape[-1]))
-        rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
-        shape = (len(new), new.shape[1], 1, rank.shape[-1] + 1)
-        score = scoring.weight * self.impl._layer.reduce_heads(new.new_full(shape, 1e-3))
-        score[..., :-1] += scoring.decay * words.gather(self.pages.score)
-        tokens._insert(self.pages, singles, words, rank, score, new.repeat(1, 1, 2), None)
 
     def changed_bytes(self, batch: int, *new: torch.Tensor) -> int:
         """Bytes of a request's metadata that a step changes, in the mean over its steps."""

@@ -24,7 +24,7 @@ from benchmarks.reporting.tables import table_of_json
 from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
-KINDS = ("checks", "caching", "attend", "layer", "prefill", "split")
+KINDS = ("checks", "attend", "layer", "prefill")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
     """The checks and timings of ``kinds``, as one JSON value."""
     import torch
 
-    from benchmarks.gpu import caching, decode_layer, timings
+    from benchmarks.gpu import decode_layer, timings
 
     device = torch.device("cpu" if interpret else "cuda")
     sizes = timings.TINY if interpret else timings.Sizes()
@@ -67,15 +67,12 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
     bench = timings.Bench(device, time.monotonic() + seconds)
     result["copy_gbps"] = timings.copy_bandwidth(bench, sizes)
     timed = {
-        "caching": caching.caching_rows(bench, sizes),
         "attend": timings.attend_rows(bench, sizes, result["copy_gbps"]),
         "layer": decode_layer.layer_rows(bench, sizes),
         "prefill": timings.prefill_rows(bench, sizes),
-        "split": timings.split_rows(bench, sizes),
     }
     for kind, rows in timed.items():  # generators: what is not wanted does not run
         result[kind] = list(rows) if kind in kinds else []
-    result["goals"] = [] if interpret else goals(result)
     return result
 
 
@@ -101,33 +98,6 @@ def part_of_checks(interpret: bool, part: int, parts: int) -> list[Row]:
     return correctness(torch.device("cpu" if interpret else "cuda"), interpret, part, parts)
 
 
-def goals(result: Row) -> list[Row]:
-    """The issue's goals, each with what was measured."""
-
-    def measured(kind: str) -> list[Row]:
-        return [row for row in result[kind] if "ms" in row]
-
-    decode = [row for row in measured("attend") if row["batch"] >= 64 and row["cached"] == 2048]
-    rows: list[Row] = []
-
-    def goal(text: str, values: list[float], reached: bool) -> None:
-        value = [round(v, 3) for v in values]
-        rows.append({"goal": text, "measured": value, "reached": bool(values) and reached})
-
-    shares = [row["of_copy"] for row in decode]
-    goal("attend >= 0.75 of copy bandwidth", shares, all(v >= 0.75 for v in shares))
-    costs = [row["over_plain"] for row in decode]
-    goal("attend <= 1.15 x plain build", costs, all(v <= 1.15 for v in costs))
-    speedups = [row["speedup"] for row in measured("caching") if row["score_update"]]
-    goal("caching >= 20 x concatenation", speedups, all(v >= 20 for v in speedups))
-    prefill = [row for row in measured("prefill") if row["tokens"] >= 8192]
-    for stride in sorted({row["stride"] for row in measured("prefill")}):
-        times = [row["us_per_token"] for row in prefill if row["stride"] == stride]
-        flat = bool(times) and max(times) <= 1.05 * min(times)
-        goal(f"prefill flat to 5 %, stride {stride} (us a token)", times, flat)
-    return rows
-
-
 def table(result: Row) -> str:
     """What was found, as text."""
     failed = [row for row in result["checks"] if row["error"] is not None]
@@ -140,8 +110,6 @@ def table(result: Row) -> str:
     ]
     for kind in KINDS[1:]:
         lines += ["", table_of_json(kind, result[kind]).markdown()] if result[kind] else []
-    for row in result["goals"]:
-        lines.append(f"  {'yes' if row['reached'] else 'NO '}  {row['goal']}: {row['measured']}")
     return "\n".join(lines)
 
 

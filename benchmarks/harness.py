@@ -11,7 +11,7 @@ each length, without and with recall. It needs no network either (``benchmarks/i
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.inputs import ruler
-from benchmarks.perplexity import FULL, add_policy_arguments, cache_dtype, engines
+from benchmarks.perplexity import FULL, add_policy_arguments, engines, with_policy
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, number
 from benchmarks.running import arms
@@ -272,15 +272,6 @@ def shares(args: argparse.Namespace) -> list[Share]:
             job = Asking(name, one, prompts, served=True)
             made.append(Share(label, length, attended, asked, job))
     return made
-
-
-def with_policy(
-    args: argparse.Namespace, engine: EngineSettings, label: str, policy: dict[str, Any]
-) -> EngineSettings:
-    """The same engine with an arm's policy and type of cache."""
-    stored = cache_dtype(args, label)
-    arguments = {} if stored == "auto" else {"kv_cache_dtype": stored}
-    return replace(engine, policy=policy, arguments={**engine.arguments, **arguments})
 
 
 def ruler_table(

@@ -50,15 +50,18 @@ times an H100's memory bandwidth could be reached if only its issue slots limite
 asks, or 32 of a prompt's stride.
 
 """
-ABOUT_BUS = """
+ABOUT_RESOURCES = """
 
 Over the bus between host and device, by the shapes of what is copied, for all layers of a model
 with 32 layers, 8 KV heads of 128 channels in 16 bits and units of 16: a request that decodes stores
 a unit every 16 tokens, and with `recall: 8` reads at most 8 at a choice, every 16 tokens by
 default; units that stay are not read again.
 
-"""
-ABOUT_RESOURCES = """
+| what | KiB a unit, or a choice | KiB a decoded token |
+|---|---|---|
+| a unit stored | 2,048 | 128 |
+| recalled, 1 of 8 exchanged | 2,048 | 128 |
+| all 8 exchanged | 16,384 | 1,024 |
 
 ## All kernels
 
@@ -136,23 +139,9 @@ def judge() -> list[str]:
     return lines
 
 
-def bus() -> list[str]:
-    """Bytes of a request between host and device: of a choice, and of a decoded token."""
-    layers, heads, size, unit = 32, 8, 128, 16
-    one = layers * heads * unit * 2 * size * 2
-    lines = ["| what | KiB a unit, or a choice | KiB a decoded token |", "|---|---|---|"]
-    for what, units in (
-        ("a unit stored", 1),
-        ("recalled, 1 of 8 exchanged", 1),
-        ("all 8 exchanged", 8),
-    ):
-        lines.append(f"| {what} | {units * one / 1024:,.0f} | {units * one / unit / 1024:,.0f} |")
-    return lines
-
-
 def main() -> None:
-    parts = decode(), judge(), bus(), resources()
-    abouts = ABOUT_DECODE, ABOUT_JUDGE, ABOUT_BUS, ABOUT_RESOURCES
+    parts = decode(), judge(), resources()
+    abouts = ABOUT_DECODE, ABOUT_JUDGE, ABOUT_RESOURCES
     pairs = zip(abouts, parts, strict=True)
     OUT.write_text("".join(about + "\n".join(lines) for about, lines in pairs) + "\n")
     print(f"{sum(map(len, parts)) - 2 * len(parts)} lines in {OUT}")

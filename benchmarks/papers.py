@@ -12,7 +12,6 @@ import json
 import math
 import re
 import resource
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -40,7 +39,6 @@ SUMMARISE = "{document}\n\nSummary:"
 SUMMARY_TOKENS = 64
 TIMES = {"TTFT ms": 1, "TPOT ms": 2, "tok/s": 1, "run s": 2}
 """Columns of a timed stream, and their digits."""
-CACHING_STEPS, CACHING_WARM_UP = 12, 3
 Cell = tuple[int, int]
 """A row, and a column of ours."""
 Filled = tuple[Table, dict[str, Any], dict[str, str]]
@@ -345,75 +343,6 @@ def accuracy(table: PaperTable, args: argparse.Namespace) -> Filled:
     return with_ours(table, ours, cells), {"results": outcome.done}, outcome.failed
 
 
-# --- the caching operation ----------------------------------------------------------------------
-
-
-def concatenation(shape: tuple[int, int, int, int], sinks: int) -> tuple[list[float], list[float]]:
-    """StreamingLLM's cache, joined anew at every step: ms of the operation, and of a layer.
-
-    Args:
-        shape: batch, heads, cached tokens and numbers of a head.
-    """
-    import torch
-
-    cache, new = list(torch.randn(2, *shape)), torch.randn(*shape[:2], 1, shape[3])
-    angle = torch.rand(shape[2] + 1, shape[3] // 2)
-    cos, sin = angle.cos(), angle.sin()
-
-    def insert() -> None:
-        for index, kept in enumerate(cache):
-            cache[index] = torch.cat([kept[:, :, :sinks], kept[:, :, sinks + 1 :], new], dim=2)
-
-    def layer() -> None:
-        keys = torch.cat([cache[0], new], dim=2)
-        first, second = keys.chunk(2, dim=-1)
-        keys = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        values = torch.cat([cache[1], new], dim=2)
-        torch.nn.functional.scaled_dot_product_attention(new, keys, values)
-        insert()
-
-    return timed(insert), timed(layer)
-
-
-def subcaches(
-    arm: dict[str, Any], shape: tuple[int, int, int, int], sinks: int
-) -> tuple[list[float], list[float]]:
-    """Our pages: ms of score update and insertion in PyTorch, and of all that a layer does."""
-    import torch
-
-    from benchmarks.cpu_attention import Ours
-
-    batch, heads, cached, size = shape
-    policy = {**arm, "budget": cached - sinks, "num_sinks": sinks, "prefill_stride": 1}
-    steps = 2 * (CACHING_STEPS + CACHING_WARM_UP)
-    options: dict[str, Any] = {"heads": (heads, heads), "block_size": 32, "steps": steps}
-    layer = Ours(policy, torch.float32, size, batch, 1, **options)
-    new = torch.randn(batch, heads, size)
-    return timed(lambda: layer.insert(new)), timed(lambda: layer(new, new, new))
-
-
-def timed(step: Any) -> list[float]:
-    """Milliseconds of every step after the warm-up."""
-    taken = []
-    for _ in range(CACHING_WARM_UP + CACHING_STEPS):
-        start = time.perf_counter()
-        step()
-        taken.append(1e3 * (time.perf_counter() - start))
-    return taken[CACHING_WARM_UP:]
-
-
-def caching(table: PaperTable, args: argparse.Namespace) -> Filled:
-    """The caching operation at the paper's sizes, in fp32; it needs no model."""
-    cells, sinks = {}, 4
-    shape = (8, 32, sinks + budgets_of(table, args)[0], 128)
-    for index, row in enumerate(table.rows):
-        ours = isinstance(row.arm, dict)
-        taken = subcaches(row.arm, shape, sinks) if ours else concatenation(shape, sinks)
-        cells |= {(index, column): mean_std(times) for column, times in enumerate(taken)}
-    extra = f"Ours: {CACHING_STEPS} steps, mean ± standard deviation."
-    return with_ours(table, ["operation", "a whole layer's step"], cells, extra), {}, {}
-
-
 # --- timed streams ------------------------------------------------------------------------------
 
 
@@ -521,7 +450,6 @@ MEASURES = {
     "perplexity": perplexity,
     "rouge": rouge,
     "harness": accuracy,
-    "caching": caching,
     "timing": timing,
 }
 

@@ -124,6 +124,15 @@ def cache_dtype(args: argparse.Namespace, label: str) -> str:
     return arm.get("kv_cache_dtype", args.kv_cache_dtype)
 
 
+def with_policy(
+    args: argparse.Namespace, engine: EngineSettings, label: str, policy: dict[str, Any]
+) -> EngineSettings:
+    """The same engine with an arm's policy and type of cache."""
+    stored = cache_dtype(args, label)
+    arguments = {} if stored == "auto" else {"kv_cache_dtype": stored}
+    return replace(engine, policy=policy, arguments={**engine.arguments, **arguments})
+
+
 def engines(
     args: argparse.Namespace, longest: int, full: bool = True, **sizes: int
 ) -> dict[str, EngineSettings]:
@@ -137,9 +146,7 @@ def engines(
     engine = EngineSettings(model=args.model, dtype=args.dtype, max_model_len=longest, **batched)
     made = {}
     for name, policy in policies(args, args.stride).items():
-        stored = cache_dtype(args, name)
-        arguments = {} if stored == "auto" else {"kv_cache_dtype": stored}
-        made[name] = replace(engine, policy=policy, arguments=arguments)
+        made[name] = with_policy(args, engine, name, policy)
     if full:
         held = min(longest, native_positions(args.model))
         made[FULL] = replace(engine, max_model_len=held)

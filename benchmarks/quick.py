@@ -36,7 +36,7 @@ PLAN: dict[str, list[str]] = {
     "recall-passkey": ["recall", "passkey", "--samples", "2", *FEW],
     "harness": ["harness", "--suite", "book", "--limit", "10", *FEW],
     # A table or two of each paper: every row is an engine. `benchmarks.papers --list` has all.
-    "papers-cascade": ["papers", "cascade-1", "cascade-4", *SMALL_TABLES],
+    "papers-cascade": ["papers", "cascade-1", *SMALL_TABLES],
     "papers-buzz": ["papers", "buzz-3", *SMALL_TABLES],
     "papers-dgc": ["papers", "dgc-1", *SMALL_TABLES],
     "papers-lazy": [

@@ -6,10 +6,6 @@ unit that a cache of ``--window`` tokens would have evicted. Then the plugin's j
 (``attention/torch/recall.py``) chooses ``--recall`` of these units: once for a prompt's stride, and
 once for its last token alone, as in decoding. Nothing is evicted here, so the judge sees exact
 queries and keys. Models of the Llama architecture only, within their positions.
-
-A store may hold more than the model has positions. Then no full attention says what is right, but
-the judge itself does, if it reads all keys of all units instead of candidates only. ``--beside``
-puts so many tokens of other texts into the store before the text, and compares the two.
 """
 
 import argparse
@@ -64,8 +60,6 @@ class Found:
     Attributes:
         mass: attention to the chosen units, ``most``: to the best ones, ``all``: to all units.
         lookups, found: lookups, and those whose unit was chosen.
-        worth: of the chosen units, as shares of that of the most valuable ones.
-        selections: those that ``worth`` is a sum over.
     """
 
     mass: float = 0.0
@@ -73,8 +67,6 @@ class Found:
     all: float = 0.0
     lookups: int = 0
     found: int = 0
-    worth: float = 0.0
-    selections: int = 0
 
     def add(self, attention: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count a selection.
@@ -91,12 +83,6 @@ class Found:
         self.lookups += int(looked.sum())
         self.found += int(looked[..., chosen].sum())
 
-    def compare(self, worth: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Count a selection by what all units are worth, fp32 ``[units]``."""
-        most = worth.topk(len(chosen)).values.sum()
-        self.worth += float(worth[chosen].sum() / most)
-        self.selections += 1
-
 
 class Store:
     """A layer's evicted units in a log, and the judge's choices among them.
@@ -104,25 +90,13 @@ class Store:
     Args:
         window: tokens in the cache behind the recalled units.
         sinks: tokens that are never evicted, a multiple of ``unit``.
-        beside: keys ``[H, n, D]`` of other texts, before rotation, evicted before the layer's.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        sinks: int,
-        window: int,
-        unit: int,
-        recall: int,
-        beside: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, layer: Layer, sinks: int, window: int, unit: int, recall: int) -> None:
         num_heads, _, size = layer.key.shape
         self.layer, self._sinks, self._unit, self._recall = layer, sinks, unit, recall
         self._behind = sinks + recall * unit + window
-        keys, self.beside = layer.key[:, sinks:], 0
-        if beside is not None:
-            self.beside = beside.shape[1] // unit
-            keys = torch.cat((beside[:, : self.beside * unit], keys), dim=1)
+        keys = layer.key[:, sinks:]
         num = keys.shape[1] // unit
         shape = UnitShape(
             1, num_heads, 1, unit, size, torch.float32, num, recall, row_scales=0, in_8_bits=True
@@ -134,13 +108,8 @@ class Store:
             chunk.token[0, 0, to] = torch.arange(which.start, which.stop) * unit
         self._config = LayerConfig(num_heads, size, 1, 1.0, 0.0, None, None, True, False, "mean")
 
-    def choose(self, units: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the tokens ``begin .. end - 1`` select of all other texts and the first ``units``.
-
-        Returns:
-            int64 ``[recall]``, the units, counted from the oldest one; and fp32, what each stored
-            unit is worth to a judge that reads all keys of all units.
-        """
+    def choose(self, units: int, begin: int, end: int) -> torch.Tensor:
+        """int64 ``[recall]``: what tokens ``begin .. end - 1`` select of the first ``units``."""
         which = torch.from_numpy(judge.asking(end - begin, ASKING))
         query, at = self.layer.query[:, begin + which], self._behind + which
         sinks = torch.arange(self._sinks)
@@ -151,11 +120,9 @@ class Store:
         )
         middle = self._sinks + self._recall // 2 * self._unit
         asks = self.layer.turn(query, at - middle).transpose(0, 1)
-        asked = self._log.part(0, self.beside + units), asks, to_sinks
-        (chosen,) = judge.choose(self._config, 0, *asked, self._recall)
-        each = judge.over_heads(self._config, judge.asked(self._config, 0, *asked)).numpy()
-        (worth,) = judge.with_next(0, asked[0], each)
-        return torch.from_numpy(chosen), torch.from_numpy(worth)
+        stored = self._log.part(0, units)
+        (chosen,) = judge.choose(self._config, 0, stored, asks, to_sinks, self._recall)
+        return torch.from_numpy(chosen)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -165,8 +132,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default=None, help="default: the real model")
     add("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
     add("--tokens", type=int, default=8000, help="of each text")
-    add("--beside", type=int, nargs="+", default=[], help="tokens of other texts in a store")
-    add("--others", nargs="+", default=[], help="these texts, as --data, for --beside")
     add("--sinks", type=int, default=16, help="tokens never evicted")
     add("--window", type=int, default=368, help="tokens that are not evicted yet")
     add("--unit", type=int, default=16)
@@ -177,8 +142,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tokens < args.sinks + args.window + args.unit * args.recall + args.stride:
         parser.error("--tokens: too few for --recall units to be evicted before a stride")
-    if args.beside and not args.others:
-        parser.error("--beside: name texts other than --data with --others")
     if args.sinks % args.unit:
         parser.error("--sinks: a multiple of --unit")
     return args
@@ -216,89 +179,43 @@ def layers_of(model: Any, token_ids: list[int], every: int) -> Iterator[Layer]:
 
 
 def judge_layer(
-    layer: Layer,
-    args: argparse.Namespace,
-    found: dict[tuple[str, int], Found],
-    beside: torch.Tensor | None = None,
+    layer: Layer, args: argparse.Namespace, found: dict[tuple[str, int], Found]
 ) -> None:
     """Add the selections of a layer's strides, by who asks and by stored tokens."""
-    store = Store(layer, args.sinks, args.window, args.unit, args.recall, beside)
+    store = Store(layer, args.sinks, args.window, args.unit, args.recall)
     num_tokens = layer.query.shape[1]
     for begin in range(0, num_tokens - args.stride + 1, args.stride * args.every):
         units = max(0, begin - args.window - args.sinks) // args.unit
         if units <= args.recall:
             continue
         end, old = begin + args.stride, units * args.unit
-        if beside is None:
-            attention = layer.attention(begin, end)[..., args.sinks : args.sinks + old]
-            attention = attention.unflatten(-1, (units, args.unit)).sum(-1)
-        size = 1 << (old + store.beside * args.unit).bit_length() - 1
+        attention = layer.attention(begin, end)[..., args.sinks : args.sinks + old]
+        attention = attention.unflatten(-1, (units, args.unit)).sum(-1)
+        size = 1 << old.bit_length() - 1
         for who, first in ((f"a stride of {args.stride}", begin), ("one token", end - 1)):
             of_size = found.setdefault((who, size), Found())
-            chosen, worth = store.choose(units, first, end)
-            if beside is None:
-                of_size.add(attention[:, first - end :], chosen)
-            else:
-                of_size.compare(worth, chosen)
-
-
-def columns(one: Found, beside: bool) -> dict[str, str]:
-    """What a row of the table says."""
-    if beside:
-        share = f"{one.worth / one.selections:.1%}"
-        return {"of the worth of all keys' choice": share, "selections": f"{one.selections:,}"}
-    return {
-        "of the best units' attention": f"{one.mass / one.most:.1%}",
-        "of all evicted attention": f"{one.mass / one.all:.1%}",
-        "lookups found": f"{one.found / one.lookups:.1%}" if one.lookups else "-",
-        "lookups": f"{one.lookups:,}",
-    }
+            of_size.add(attention[:, first - end :], store.choose(units, first, end))
 
 
 def table(found: dict[tuple[str, int], Found], args: argparse.Namespace) -> Table:
     """A row for each size of the store and who asks."""
     rows = [
-        {"stored tokens": f"{size:,} to {2 * size:,}", "who asks": who}
-        | columns(one, bool(args.beside))
+        {
+            "stored tokens": f"{size:,} to {2 * size:,}",
+            "who asks": who,
+            "of the best units' attention": f"{one.mass / one.most:.1%}",
+            "of all evicted attention": f"{one.mass / one.all:.1%}",
+            "lookups found": f"{one.found / one.lookups:.1%}" if one.lookups else "-",
+            "lookups": f"{one.lookups:,}",
+        }
         for (who, size), one in sorted(found.items(), key=lambda item: (item[0][0], item[0][1]))
     ]
-    note = f"{args.recall} units of {args.unit} tokens, of all that left a window of {args.window}"
-    if args.beside:
-        note += (
-            " and of other texts. All keys' choice: the units that are worth most if all keys of "
-            f"all units are judged, by all queries, instead of {judge.CANDIDATES} candidates."
-        )
-        return Table.of("What candidates leave out", rows, note)
-    note += (
-        ". The best units: those to which the asking tokens give most, over all heads. Lookups: a "
+    note = (
+        f"{args.recall} units of {args.unit} tokens, of all that left a window of {args.window}. "
+        "The best units: those to which the asking tokens give most, over all heads. Lookups: a "
         "head and a query that give a tenth of their attention or more to one evicted unit."
     )
     return Table.of("What the judge of recall finds", rows, note)
-
-
-def pieces_of(sources: Sequence[str], tokenizer: Any, size: int) -> Iterator[list[int]]:
-    """Texts in turn, ``size`` tokens at a time."""
-    texts = [tokenizer(text)["input_ids"] for source in sources for text in read(source).values()]
-    for begin in range(0, max(map(len, texts)), size):
-        pieces = (text[begin : begin + size] for text in texts)
-        yield from (piece for piece in pieces if len(piece) == size)
-
-
-def keys_beside(model: Any, tokenizer: Any, args: argparse.Namespace) -> list[torch.Tensor]:
-    """By layer, keys ``[H, n, D]`` of the most tokens ``--beside``; none of them is a sink.
-
-    Raises:
-        SystemExit: the texts have fewer.
-    """
-    keys: list[list[torch.Tensor]] = []
-    most, read_so_far = max(args.beside), 0
-    for piece in pieces_of(args.others, tokenizer, args.tokens):
-        layers = layers_of(model, piece, args.layers)
-        keys.append([layer.key[:, args.sinks :].clone() for layer in layers])
-        read_so_far += args.tokens - args.sinks
-        if read_so_far >= most:
-            return [torch.cat(mine, dim=1)[:, :most] for mine in zip(*keys, strict=True)]
-    raise SystemExit(f"--beside {most:,}: --others have {read_so_far:,} tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -316,14 +233,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--tokens {args.tokens:,}: the model has {most:,} positions")
     tokenizer = load_tokenizer(args.model)
     found: dict[tuple[str, int], Found] = {}
-    beside = keys_beside(model, tokenizer, args) if args.beside else []
     for text in (text for source in args.data for text in read(source).values()):
         token_ids = tokenizer(text)["input_ids"][: args.tokens]
-        for index, layer in enumerate(layers_of(model, token_ids, args.layers)):
-            for num in args.beside:
-                judge_layer(layer, args, found, beside[index][:, :num])
-            if not beside:
-                judge_layer(layer, args, found)
+        for layer in layers_of(model, token_ids, args.layers):
+            judge_layer(layer, args, found)
     data = {f"{who}, {size}": asdict(one) for (who, size), one in found.items()}
     results.finish(args, argv, [table(found, args)], data)
 

@@ -119,10 +119,7 @@ def download(pin: Path, folder: Path) -> Path:
         Unavailable: no index, or no wheel for this machine.
         SystemExit: another file than the pinned one.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--require-hashes", "--retries=1", "--timeout=60", "--progress-bar=off"]
-    command += ["--disable-pip-version-check", f"--dest={folder}", f"--requirement={pin}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _pip("download", "--require-hashes", f"--dest={folder}", f"--requirement={pin}")
     if done.returncode == 0:
         (wheel,) = folder.glob("*.whl")
         return wheel
@@ -137,12 +134,17 @@ def install(needs: Path, site: Path) -> None:
     Raises:
         Unavailable: no index.
     """
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:"]
-    command += ["--retries=1", "--timeout=60", "--progress-bar=off", "--quiet", "--no-compile"]
-    command += ["--disable-pip-version-check", f"--target={site}", f"--requirement={needs}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    where = f"--target={site}", f"--requirement={needs}"
+    done = _pip("install", "--quiet", "--no-compile", *where)
     if done.returncode != 0:
         raise Unavailable(f"{needs.name} cannot be installed ({last_error(done.stderr)})")
+
+
+def _pip(command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A command of pip that builds nothing and takes no packages but those that are named."""
+    line = [sys.executable, "-m", "pip", command, "--no-deps", "--only-binary=:all:"]
+    line += ["--retries=1", "--timeout=60", "--progress-bar=off", "--disable-pip-version-check"]
+    return subprocess.run([*line, *options], capture_output=True, text=True)
 
 
 def last_error(text: str) -> str:

@@ -9,12 +9,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tests.kernels.decode_calls import attend, insert, merge, merge_scored
+from tests.kernels.decode_calls import attend, insert, merge_scored
 from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
@@ -24,8 +24,6 @@ from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
-from vllm_cascade.kernels.triton.scores import update
-from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
     NUMBER_ROWS,
@@ -51,17 +49,9 @@ class Sizes:
     heads: tuple[tuple[int, int], ...] = ((32, 8), (8, 8))
     head_size: int = 128
     copy_bytes: int = GIB
-    cache_steps: int = 4196
-    cache_dropped: int = 100
-    cache_batch: int = 8
-    cache_heads: int = 32
-    cache_window: int = 1024
     prefill_lengths: tuple[int, ...] = (4096, 8192, 32768, 131072)
     prefill_strides: tuple[int, ...] = (256, 512, 1024, 4096)
     prefill_budget: int = 2048
-    split_heads: tuple[tuple[int, int], ...] = ((4, 1), (8, 1), (16, 2), (32, 8))
-    split_stride: int = 256
-    split_least: int = configs.LEAST_PART
 
 
 TINY = Sizes(
@@ -70,17 +60,9 @@ TINY = Sizes(
     heads=((2, 1),),
     head_size=16,
     copy_bytes=1 << 16,
-    cache_steps=14,
-    cache_dropped=2,
-    cache_batch=1,
-    cache_heads=2,
-    cache_window=16,
     prefill_lengths=(48, 96),
     prefill_strides=(24,),
     prefill_budget=24,
-    split_heads=((2, 1),),
-    split_stride=20,
-    split_least=8,
 )
 
 
@@ -187,53 +169,29 @@ class Layer:
         return {name: getattr(self, name) for name in names}
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        featured: bool,
-        output: torch.Tensor | None = None,
-        splits: int | None = None,
-    ) -> torch.Tensor | None:
-        """One decode step's attention.
-
-        Args:
-            featured: with rotation and score update; the new tokens' scores are returned then.
-            splits: None: as the engine would split it.
-        """
-        if splits is None:
-            batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
-            splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
+        self, query: torch.Tensor, key: torch.Tensor, output: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One decode step's attention with rotation and score update: the new tokens' scores."""
+        batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
+        splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
             value=key,
             **self._views("kv", "rank", "born", "table", "steps"),
-            rotation=self.decode_rotation if featured else None,
+            rotation=self.decode_rotation,
             slopes=None,
             logit_scale=None,
             scale=query.shape[2] ** -0.5,
             softcap=0.0,
             interleaved=False,
             splits=splits,
-            keep_logits=featured,
+            keep_logits=True,
         )
         output = torch.empty_like(query) if output is None else output
         found = {"partial": parts, "partial_lse": parts_lse, "steps": self.steps, "output": output}
-        if not featured:
-            merge(**found)
-            return None
         scored = self._views("rank", "score", "table")
         return merge_scored(**found, logits=logits, own=own, **scored, reduction="mean")
-
-    def update(self, logits: torch.Tensor, own: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Update scores with a decode step's attention; returns the new tokens' scores."""
-        return update(
-            logits=logits,
-            own=own,
-            lse=lse,
-            **self._views("rank", "score", "table", "steps"),
-            reduction="mean",
-        )
 
     def insert(
         self, key: torch.Tensor, value: torch.Tensor, score: torch.Tensor, **rules: Any
@@ -262,15 +220,10 @@ def attend_rows(bench: Bench, sizes: Sizes, copy_gbps: float) -> Iterator[Row]:
         layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
         query = torch.randn(batch, queries, size, dtype=dtype, device=device)
         key = torch.randn(batch, heads, size, dtype=dtype, device=device)
-
-        def timed(featured: bool) -> float:
-            turn = itertools.cycle(layers)
-            return bench.replayed(lambda: next(turn).attend(query, key, featured))
-
-        row: Row = {"ms": timed(True), "plain_ms": timed(False)}
+        turn = itertools.cycle(range(copies))
+        row: Row = {"ms": bench.replayed(lambda: layers[next(turn)].attend(query, key))}
         row["gbps"] = kv_bytes / row["ms"] / 1e6
         row["of_copy"] = row["gbps"] / copy_gbps
-        row["over_plain"] = row["ms"] / row["plain_ms"]
         layers.clear()
         # The same amount of keys, gathered ahead.
         keys, values = torch.randn(2, batch, heads, cached, size, dtype=dtype, device=device)
@@ -313,30 +266,6 @@ def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     pairs = itertools.product(sizes.prefill_strides, sizes.prefill_lengths)
     cases = ({"stride": stride, "tokens": length} for stride, length in pairs)
     return bench.rows("prefill", cases, measure)
-
-
-def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
-    """Attention of one stride of few query heads: a program for all keys, and split over them."""
-
-    def measure(case: Row) -> Row:
-        queries, heads = map(int, case["heads"].split("/"))
-        prompt = _Prompt(bench, sizes, case["stride"], queries, heads, torch.float16)
-        split = configs.stride_split(
-            bench.device,
-            torch.float16,
-            head_size=sizes.head_size,
-            num_queries=queries,
-            longest=case["stride"],
-            most_keys=sizes.prefill_budget,
-            least=sizes.split_least,
-        )
-        row: Row = {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
-        row["ms"] = bench.milliseconds(lambda: prompt.attend(split))
-        return row | {"speedup": row["whole_ms"] / row["ms"]}
-
-    stride = sizes.split_stride
-    cases = ({"heads": f"{q}/{heads}", "stride": stride} for q, heads in sizes.split_heads)
-    return bench.rows("split", cases, measure)
 
 
 class _Prompt:
@@ -388,27 +317,12 @@ class _Prompt:
         )
         pages = self.layer._views("kv", "rank", "born", "score")
         own = {"rotation": self.layer.rotation, "scale": size**-0.5, "num_queries": queries}
-        self._cached = CachedLayer(**pages, **own)
-        self.gathering = StrideGather(self._cached)
-        self.sums = ColumnSums(self._cached, "mean")
-        self.insertion = StrideInsertion(self._cached, "mean")
-        self.splits: dict[configs.Split, tuple[StrideAttention, Strides]] = {}
+        cached = CachedLayer(**pages, **own)
+        self.gathering, self.attention = StrideGather(cached), StrideAttention(cached)
+        self.sums, self.insertion = ColumnSums(cached, "mean"), StrideInsertion(cached, "mean")
 
-    def attend(self, split: configs.Split = configs.WHOLE) -> None:
-        if split not in self.splits:
-            attention = StrideAttention(self._cached, split=split)
-            partial = None
-            if split != configs.WHOLE:  # what parts leave each other
-                query = self.tokens.query
-                shape, device = (*query.shape[:2], split.splits), query.device
-                partial = Partial(
-                    output=torch.empty(*shape, query.shape[2], device=device),
-                    marks=torch.empty(*shape, MARKS, device=device),
-                    arrived=torch.zeros(query[..., 0].numel(), dtype=torch.int32, device=device),
-                )
-            self.splits[split] = attention, replace(self.strides, partial=partial)
-        attention, strides = self.splits[split]
-        attention(self.tokens, strides)
+    def attend(self) -> None:
+        self.attention(self.tokens, self.strides)
 
     def gather(self) -> None:
         self.gathering(self.strides)

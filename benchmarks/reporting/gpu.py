@@ -3,9 +3,8 @@
 
     python -m benchmarks.reporting.gpu FOLDER --commit COMMIT --out benchmarks/results/NAME.json
 
-FOLDER has files ``gpu_check*.json``, what ``gpu.tune`` wrote, ``gpu_engine*.json``, or some of
-these, all of one card. The card's machine may have no rich and no history, so it writes plain JSON,
-and the commit is named here.
+FOLDER has files ``gpu_check*.json``, ``gpu_engine*.json``, or both, all of one card. The card's
+machine may have no rich and no history, so it writes plain JSON, and the commit is named here.
 """
 
 import argparse
@@ -17,8 +16,6 @@ from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table
 
 Row = dict[str, Any]
-SHOWN = 10
-"""Configurations in the table of ``gpu.tune``."""
 WITHOUT_VLLM = {"vllm": "not installed"}
 
 
@@ -61,16 +58,6 @@ def layers(rows: list[Row]) -> Table:
     return table("A layer of a decode step", columns, found, note)
 
 
-def insertion(rows: list[Row]) -> Table:
-    columns = ["dtype", "sub-caches", "ms", "concatenation, ms", "times as fast"]
-    found = [
-        [row["dtype"], str(row["cascades"]), f"{row['ms']:.3f}", f"{row['concatenation_ms']:.3f}",
-         f"{row['speedup']:.0f}"]
-        for row in rows if "ms" in row
-    ]  # fmt: skip
-    return table("Insertion against concatenation", columns, found)
-
-
 def prompts(rows: list[Row]) -> Table:
     launches = ("gather", "stride_attention", "column_sums", "insertion")
     columns = [
@@ -84,14 +71,6 @@ def prompts(rows: list[Row]) -> Table:
     ]  # fmt: skip
     note = "32 query and 8 KV heads of 128, fp16."
     return table("A prompt over 2,048 cached tokens", columns, found, note)
-
-
-def tuned(rows: list[Row]) -> Table:
-    names = ["queries", "tile", "warps", "stages"]
-    timed = [row for row in rows if "ms" in row]
-    found = [[*(str(row[name]) for name in names), f"{row['ms']:.3f}"] for row in timed[:SHOWN]]
-    note = f"The fastest of {len(rows)}; {len(rows) - len(timed)} did not compile."
-    return table("attend_strides by configuration", [*names, "ms"], found, note)
 
 
 KINDS = {
@@ -167,12 +146,11 @@ def check_tables(runs: list[Row]) -> list[Table]:
     """Tables of what runs of ``gpu_check`` wrote."""
     rows = {
         kind: [row for run in runs for row in run[kind]]
-        for kind in ("checks", "attend", "layer", "caching", "prefill")
+        for kind in ("checks", "attend", "layer", "prefill")
     }
     tables = [checks(rows["checks"])] if rows["checks"] else []
     tables += [decode(run["attend"], run["copy_gbps"]) for run in runs if run["attend"]]
     tables += [layers(rows["layer"])] if rows["layer"] else []
-    tables += [insertion(rows["caching"])] if rows["caching"] else []
     return tables + ([prompts(rows["prefill"])] if rows["prefill"] else [])
 
 
@@ -198,24 +176,22 @@ def runs_in(folder: Path) -> dict[str, Row]:
 
 
 def result(folder: Path, commit: str, command: str | None = None) -> Row:
-    """The kept result of a folder: of ``gpu_check``, ``tune`` and ``gpu_engine``, or some of them.
+    """The kept result of a folder: of ``gpu_check``, ``gpu_engine``, or both.
 
     Raises:
         ValueError: as ``runs_in``.
     """
-    found, tune = runs_in(folder), folder / "tune.json"
+    found = runs_in(folder)
     check = [run for name, run in found.items() if name.startswith("gpu_check")]
     engine = [run for name, run in found.items() if name.startswith("gpu_engine")]
     parts = [
         ("gpu_check", check_tables(check) if check else []),
-        ("gpu.tune", [tuned(json.loads(tune.read_text("utf-8")))] if tune.is_file() else []),
         ("gpu_engine", engine_tables(engine) if engine else []),
     ]
     timed = [row for run in check for row in run["checks"]]
     timed += [row for run in engine for row in run["rows"]]
     # The versions of the engines, if any ran: the kernels alone need no vLLM.
     environment = engine[0]["environment"] if engine else check[0]["environment"] | WITHOUT_VLLM
-    goals = [goal for run in check for goal in run["goals"] if goal["measured"]]
     ran = "; ".join(f"python -m benchmarks.{name}" for name, tables in parts if tables)
     return {
         "command": command or ran,
@@ -223,7 +199,7 @@ def result(folder: Path, commit: str, command: str | None = None) -> Row:
         "environment": environment | {"git_commit": commit, "git_dirty": False},
         "settings": {},
         "tables": [one.as_json() for _, tables in parts for one in tables],
-        "data": {"goals": goals} if check else {},
+        "data": {},
     }
 
 

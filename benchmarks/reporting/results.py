@@ -25,8 +25,6 @@ from benchmarks.running.parts import Parts
 FOLDER = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/RESULTS.md"
 OLDER = FOLDER / "README.md"
-RENAMED = {"benchmarks.ablations": "benchmarks.papers"}
-"""Commands that have another name since they were run; their options are the same."""
 _MARKER = re.compile(r"(<!-- result ([\w.-]+)((?: \d+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _FLAT = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 _DIGEST = re.compile(r"-[0-9a-f]{8}$")
@@ -176,11 +174,8 @@ def section(result: dict[str, Any], chosen: Sequence[int] = ()) -> str:
     commit = (where.get("git_commit") or "unknown")[:10] + ("+" if where.get("git_dirty") else "")
     items = result.get("items")
     kept = f", {items['taken up']} of {items['asked']} items kept from before" if items else ""
-    typed = result["command"]
-    for old, new in RENAMED.items():
-        typed = typed.replace(f" {old} ", f" {new} ")
     lines = [
-        f"`{typed}`<br>",
+        f"`{result['command']}`<br>",
         f"{machine}; torch {where['torch']}, vLLM {where['vllm']}, commit {commit}, "
         f"{where['time'][:10]}; {result['seconds']:,.0f} s{kept}.",
     ]

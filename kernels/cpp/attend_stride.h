@@ -130,7 +130,7 @@ void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t
   } else {
     std::fill(key + size / W * W, key + packed.width, 0.0f);
     std::fill(value + layer.value_size / W * W, value + packed.value_width, 0.0f);
-    decode(layer, row, work.slot_scale(slot, head), key, value);
+    decode(layer, row, work.slot_scale(slot, head), layer.block_size, key, value);
   }
   if (!stride.moved || !layer.rotation) return;
   const int64_t page = stride.pages[slot / layer.block_size], within = slot % layer.unit;

@@ -97,9 +97,7 @@ void write_unit(Work<T>& work, int64_t set, int64_t unit, int64_t place, int64_t
   const Layer& layer = work.layer;
   const int64_t size = layer.head_size, begin = unit * work.unit;
   const int64_t end = std::min(begin + work.unit, work.num_tokens);
-  const int64_t head_begin = layer.num_sets == 1 ? 0 : set;
-  const int64_t head_end = layer.num_sets == 1 ? layer.num_heads : set + 1;
-  for (int64_t head = head_begin; head < head_end; head++)
+  for (int64_t head = layer.first_head(set); head < layer.first_head(set + 1); head++)
     for (int64_t t = begin; t < end; t++) {
       const int64_t slot = place * work.unit + t - begin;
       float* turned = nullptr;
@@ -120,8 +118,7 @@ void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
   const int64_t old = work.old_units, places = work.old_slots / work.unit, unit = work.unit;
-  const int64_t row_bytes = layer.row_bytes(), head_begin = layer.num_sets == 1 ? 0 : set;
-  const int64_t head_end = layer.num_sets == 1 ? layer.num_heads : set + 1;
+  const int64_t row_bytes = layer.row_bytes();
   std::vector<int32_t> place_of(old);
   for (int64_t place = 0; place < places; place++)
     if (rank[place] >= 0) place_of[rank[place]] = (int32_t)place;
@@ -135,7 +132,7 @@ void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t
                          place % layer.page_units;
     *born = i < old ? layer.born[word] : (int32_t)(work.cached + u * unit);
     *token = i < old ? layer.token[word] : (int32_t)(work.stream + u * unit);
-    for (int64_t head = head_begin; head < head_end; head++) {
+    for (int64_t head = layer.first_head(set); head < layer.first_head(set + 1); head++) {
       const int64_t first = (head * stride.num_evicted + n) * unit;
       char* to = stride.evicted_rows + first * row_bytes;
       float* scale = layer.row_scale ? stride.evicted_scale + first * 2 : nullptr;

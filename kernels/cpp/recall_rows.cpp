@@ -48,22 +48,6 @@ float encode_vector(const float* from, int64_t size, int8_t* to) {
   return scale;
 }
 
-// A stored row as fp32; the value of a latent row is the end of its key.
-void read_row(const Layer& layer, const char* row, const float* scale, float* key, float* value) {
-  const float of_key = scale ? scale[0] : layer.key_scale();
-  const float of_value = scale ? scale[1] : layer.value_scale();
-  as_stored(layer.stored, [&](auto* kind) {
-    const auto* from = (decltype(kind))row;
-    if constexpr (is_code<std::remove_pointer_t<decltype(kind)>>) {
-      decode_row(from, layer.value_at, of_key, key);
-      decode_row(from + layer.value_at, layer.value_size, of_value, value);
-    } else {
-      decode_row(from, layer.value_at, 1.0f, key);
-      decode_row(from + layer.value_at, layer.value_size, 1.0f, value);
-    }
-  });
-}
-
 // --- into pages ----------------------------------------------------------------------------------
 
 // Rows of a unit that is stored in 8 bits, [unit, 2 D] in the pages' type.
@@ -178,7 +162,7 @@ void store_unit(const LayerUnits& units, const Gone& gone, int64_t head, int64_t
   std::vector<double> sums(size, 0.0);  // in fp64, so that their order does not matter
   double squares = 0, of_mean = 0;
   for (int64_t k = 0; k < unit; k++) {
-    read_row(layer, rows + k * layer.row_bytes(), scale ? scale + 2 * k : nullptr, key, value);
+    decode(layer, rows + k * layer.row_bytes(), scale ? scale + 2 * k : nullptr, 1, key, value);
     rotate_apart<1>(layer, key, gone.born[set * gone.num + i] + k);
     const float step = key_scales[k] = encode_vector(key, size, code.data());
     for (int64_t c = 0; c < size; c += 4)

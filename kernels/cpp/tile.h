@@ -28,7 +28,7 @@ static inline void decoded_rows(const Layer& layer, const int32_t* pages, int64_
     const int64_t page = pages[(from + i) / layer.block_size];
     const int64_t offset = (from + i) % layer.block_size;
     const float* scale = layer.row_scale ? layer.scale_of(page, head, offset) : nullptr;
-    decode(layer, layer.row(page, head, offset), scale, to, to + layer.value_at);
+    decode(layer, layer.row(page, head, offset), scale, layer.block_size, to, to + layer.value_at);
     row[i] = to;
   }
 }

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 from .attend_tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
     columns,
     dots,
     keys_of,
@@ -47,10 +50,6 @@ from .tiles import (
     tile_offsets,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e38)
-"""Below every logit, but finite, so a maximum over no keys needs no special case."""
 MOST_PAIRS = tl.constexpr(64)
 """Most pairs of channels rotated at a time. A head with more rotates a quarter of its pairs at a
 time, so that pairs and angles fit a warp's registers."""
@@ -280,7 +279,7 @@ class DecodeAttention:
 
     def __init__(self, layer: CachedLayer, keep_logits: bool) -> None:
         self._heads = num_queries, num_heads, head_size, new = layer.heads
-        device, group, unit = layer.kv.device, num_queries // num_heads, layer.unit
+        group, unit = num_queries // num_heads, layer.unit
         self._page, self._unit, self._keeps = layer.page, unit, keep_logits
         self.value_size = layer.value_size
         # Of latent rows, few channels turn.
@@ -289,12 +288,12 @@ class DecodeAttention:
         if self.turns_queries:
             self._programs = num_heads
             own = {"NUM_HEADS": num_heads, "KEEP_MASSES": keep_logits}
-            self._launch = units_launcher(device, new, group, **common, **own)
+            self._launch = units_launcher(new, group, **common, **own)
             return
         shared = sharing(group, layer.latent)
         group, num_heads = group // shared, num_heads * shared
         alone = max(layer.num_sets, shared)  # programs that share a KV head have one each
-        config, heads = attend_config(device, new, head_size, group, num_heads, alone)
+        config, heads = attend_config(new, head_size, group, num_heads, alone)
         self._programs = num_heads // heads
         self._launch = Launcher(
             _attend,

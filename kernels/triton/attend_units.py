@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attend_tiles import LN_2, LOG2_E, LOWEST
 from .configs import units_config
 from .launch import Launcher
 from .stored import apart, factor_of, load_scales, scale_place, widened
@@ -38,11 +39,6 @@ from .tiles import (
     soft_cap,
     store_rows,
 )
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e38)
-"""Below every logit, but finite, so a maximum over no keys needs no special case."""
 
 
 @triton.jit
@@ -243,10 +239,10 @@ def _attend_units(
     tl.store(partial_lse + place, lse, mask=real)
 
 
-def units_launcher(device: torch.device, dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
+def units_launcher(dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
     """Launches the kernel in one layer, of whose arguments ``fixed`` are the others that are
     ``attend.DecodeAttention``'s."""
-    config = units_config(device, dtype, fixed["HEAD"], group)
+    config = units_config(dtype, fixed["HEAD"], group)
     return Launcher(
         _attend_units,
         **fixed,

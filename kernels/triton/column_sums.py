@@ -133,7 +133,7 @@ class ColumnSums:
 
     def __init__(self, layer: CachedLayer, reduction: str) -> None:
         num_queries, num_heads, head_size, new = self._heads = layer.heads
-        config = mass_config(layer.kv.device, new, head_size, layer.slopes is not None)
+        config = mass_config(new, head_size, layer.slopes is not None)
         heads_and_parts = _num_sums(config, num_queries, num_heads, layer.unit, reduction)
         (self._sums_heads, self.parts), self._tile = heads_and_parts, config.tile
         many = layer.latent is not None or new.itemsize == 4
@@ -186,7 +186,7 @@ def num_sums(query: torch.Tensor, num_heads: int, unit: int, reduction: str) -> 
 
     A unit that is longer than a tile has several columns.
     """
-    config = mass_config(query.device, query.dtype, query.shape[2])
+    config = mass_config(query.dtype, query.shape[2])
     return _num_sums(config, query.shape[1], num_heads, unit, reduction)
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch configurations: tile sizes, warps and splits from a layer's shape, without autotuning.
-
-``TUNED`` overrides the rules with values measured on a GPU (``benchmarks.gpu_check``). It is empty
-so far.
-"""
+"""Launch configurations: tile sizes, warps and splits from a layer's shape, without autotuning."""
 
 from dataclasses import dataclass
 
@@ -20,9 +16,6 @@ class Config:
     stages: int
     queries: int = 0
 
-
-TUNED: dict[tuple[str, int, str, int], Config] = {}
-"""Configuration by (kernel, compute capability, dtype, head size)."""
 
 TURNED = 16
 """Tokens per rotated query in decode, which is one tensor-core tile; a unit is a multiple of it, or
@@ -69,12 +62,7 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Config | None:
-    return TUNED.get((kernel, capability(device), str(dtype).removeprefix("torch."), head_size))
-
-
 def attend_config(
-    device: torch.device,
     dtype: torch.dtype,
     head_size: int,
     group: int,
@@ -90,7 +78,6 @@ def attend_config(
         that does not fit one warp's registers gets a program with several warps.
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
-    tuned = _tuned("attend", device, dtype, head_size)
     long = head_size > 128  # registers are scarce
     if dtype.itemsize == 4 or wide > 2048:
         several = long and dtype.itemsize < 4  # warps share a tile of keys
@@ -98,12 +85,12 @@ def attend_config(
         if head_size > 512:
             shared = Config(tile=16, warps=8, stages=3)
         alone = Config(tile=16, warps=4, stages=1 if head_size > 512 else 2 if long else 3)
-        return tuned or (shared if several else alone), 1
+        return shared if several else alone, 1
     heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if long else 2)
-    return tuned or Config(tile=16, warps=heads, stages=2), heads
+    return Config(tile=16, warps=heads, stages=2), heads
 
 
-def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:
+def units_config(dtype: torch.dtype, head_size: int, group: int) -> Config:
     """Decode of units of at least ``TURNED`` tokens: ``TURNED`` keys per iteration, by one warp.
 
     A tensor-core tile has 8 columns for query heads. With more query heads, longer heads or fp32,
@@ -111,9 +98,7 @@ def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size) // 1024
     warps = 4 if dtype.itemsize == 4 else max(1, min(wide, 8))
-    return _tuned("attend_units", device, dtype, head_size) or Config(
-        tile=TURNED, warps=warps, stages=3
-    )
+    return Config(tile=TURNED, warps=warps, stages=3)
 
 
 def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots: int) -> int:
@@ -142,9 +127,6 @@ def stride_config(device: torch.device, dtype: torch.dtype, head_size: int) -> C
 
     Without a CUDA device it is an H100's.
     """
-    tuned = _tuned("strides", device, dtype, head_size)
-    if tuned is not None:
-        return tuned
     if dtype.itemsize == 4:
         return Config(tile=16, queries=16, warps=8, stages=1)
     if head_size > 128:
@@ -204,17 +186,12 @@ def stride_split(
     return Split(min(splits, triton.cdiv(most_keys, keys) + 1), keys)
 
 
-def mass_config(
-    device: torch.device, dtype: torch.dtype, head_size: int, slopes: bool = False
-) -> Config:
+def mass_config(dtype: torch.dtype, head_size: int, slopes: bool = False) -> Config:
     """Column sums: a program holds a tile of rotated keys and streams the queries.
 
     Args:
         slopes: whether logits have ALiBi biases, which need another tile of registers.
     """
-    tuned = _tuned("mass", device, dtype, head_size)
-    if tuned is not None:
-        return tuned
     if dtype.itemsize == 4:
         return Config(tile=16, queries=32 if head_size <= 512 else 16, warps=8, stages=1)
     if head_size > 128:

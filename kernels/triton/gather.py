@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .cached import CachedLayer
 from .launch import Launcher
-from .stored import apart, load_scales, load_stored, load_turned, scale_of_word
+from .stored import apart, load_scales, load_turned, scale_of_word, wide
 from .strides import LINE_WORDS, Strides
 from .tiles import (
     CACHED,
@@ -23,6 +23,7 @@ from .tiles import (
     STEP,
     STREAM,
     first_part,
+    load_rows,
     page_tile,
     store_rows,
 )
@@ -58,14 +59,15 @@ def gather_rows(
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     dtype: tl.constexpr = place.dtype.element_ty
     if CODE is None:
-        value_scale = None
         keys = load_turned(rows, held, rotation, distance, FIRST, HALF, INTERLEAVED)
     else:
         key_scale, value_scale = load_scales(scaled, stored, APART)
         keys = load_turned(
             rows, held, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale, dtype, CODE
         )
-    values = load_stored(rows + (ROW - VALUE), held, value_scale, dtype, 0, VALUE, CODE)
+    values = load_rows(rows + (ROW - VALUE), held, 0, VALUE)
+    if CODE is not None:
+        values = wide(values, value_scale, CODE).to(dtype)
     store_rows(place, keys, held, 0, FIRST)
     store_rows(place + (ROW - VALUE), values, held, 0, VALUE)
 

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from .. import columns
+from .attend_tiles import LOWEST
 from .cached import CachedLayer
 from .launch import Launcher
 from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING
 from .recall_rows import Judged, RecallRows
-from .recall_sinks import LOWEST
 from .recall_vectors import ask
 from .shapes import Shapes
 from .strides import Tokens

@@ -8,11 +8,10 @@ and they stand where they were written.
 import triton
 import triton.language as tl
 
+from .attend_tiles import LOWEST
 from .stored import apart, factor_of, load_scales, scale_place, widened
 from .tiles import block_of, dot
 
-LOWEST = tl.constexpr(-1e38)
-"""Below every logit, and finite."""
 KEYS, CHANNELS = tl.constexpr(16), tl.constexpr(64)
 """Keys and channels of one product."""
 

@@ -76,26 +76,17 @@ def largest(code):
 
 
 @triton.constexpr_function
-def largest_bits(code):
-    """The bits of that number in fp32."""
-    return {"e4m3": 0x43E00000, "e5m2": 0x47600000}[code]
+def of_float(code, what):
+    """What conversion from fp32 to a float of 8 bits takes.
 
-
-@triton.constexpr_function
-def nan_bits(code):
-    """The bits of the number in fp32 that would have a NaN's code, 0x7F."""
-    return {"e4m3": 0x43F00000, "e5m2": 0x47E00000}[code]
-
-
-@triton.constexpr_function
-def mantissa(code):
-    return {"e4m3": 3, "e5m2": 2}[code]
-
-
-@triton.constexpr_function
-def rebias(code):
-    """By how much exponents of a code are smaller than those of fp32."""
-    return {"e4m3": 120, "e5m2": 112}[code]
+    ``mantissa``: its bits. ``rebias``: by how much exponents are smaller than those of fp32. In
+    fp32, ``largest``: the bits of the largest number; ``nan``: those of the number that would have
+    a NaN's code, 0x7F.
+    """
+    return {
+        "e4m3": {"mantissa": 3, "rebias": 120, "largest": 0x43E00000, "nan": 0x43F00000},
+        "e5m2": {"mantissa": 2, "rebias": 112, "largest": 0x47600000, "nan": 0x47E00000},
+    }[code][what]
 
 
 @triton.constexpr_function
@@ -196,17 +187,6 @@ def wide(x, scale, CODE: tl.constexpr, new=None):
 
 
 @triton.jit
-def load_stored(
-    rows, inside, scale, dtype, FROM: tl.constexpr, TO: tl.constexpr, CODE: tl.constexpr, new=None
-):
-    """``tiles.load_rows``; with ``CODE``, ``wide`` in another type."""
-    x = load_rows(rows, inside, FROM, TO)
-    if CODE is not None:
-        x = wide(x, scale, CODE, new).to(dtype)
-    return x
-
-
-@triton.jit
 def load_turned(
     rows,
     inside,
@@ -284,14 +264,17 @@ def encoded(x, scale, CODE: tl.constexpr):
         x = tl.minimum(tl.maximum(x, -most), most)
         codes = to_nearest(x).to(tl.int8)
     else:
-        drop: tl.constexpr = 23 - mantissa(CODE)
-        bias: tl.constexpr = rebias(CODE)
+        mantissa: tl.constexpr = of_float(CODE, "mantissa")
+        drop: tl.constexpr = 23 - mantissa
+        bias: tl.constexpr = of_float(CODE, "rebias")
         magic: tl.constexpr = (bias + 1 + drop) << 23
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        size = tl.where(size > 0x7F800000, nan_bits(CODE), tl.minimum(size, largest_bits(CODE)))
+        top: tl.constexpr = of_float(CODE, "largest")
+        nan: tl.constexpr = of_float(CODE, "nan")
+        size = tl.where(size > 0x7F800000, nan, tl.minimum(size, top))
         normal = (size + ((1 << (drop - 1)) - 1) + ((size >> drop) & 1)) >> drop
-        normal -= bias << mantissa(CODE)
+        normal -= bias << mantissa
         # Below the least normal number codes are multiples of one step, to which an fp32 number
         # of this size rounds.
         raised = tl.full(x.shape, magic, tl.int32).to(tl.float32, bitcast=True)

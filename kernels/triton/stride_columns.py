@@ -26,5 +26,3 @@ SINKS = 7
 """Leading tokens of the stream that are never evicted."""
 LEFT = 8
 """Tokens cached after the chunk."""
-STRIDES = 9
-"""Number of strides of the chunk."""

@@ -36,7 +36,6 @@ FADE = tl.constexpr(stride_columns.FADE)
 CHUNK = tl.constexpr(stride_columns.CHUNK)
 SINKS = tl.constexpr(stride_columns.SINKS)
 LEFT = tl.constexpr(stride_columns.LEFT)
-STRIDES = tl.constexpr(stride_columns.STRIDES)
 STEP_COLUMNS = columns.STEP_COLUMNS
 STEP, RULE = tl.constexpr(STEP_COLUMNS), tl.constexpr(columns.RULE_COLUMNS)
 

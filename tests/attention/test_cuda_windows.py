@@ -76,7 +76,7 @@ def test_a_model_of_windows_only_says_its_positions_itself() -> None:
         decode = alone.build(0, common([t + 1], table)).waves[0].decode
         assert int(alone.positions.buffer[0]) == min(t, 16)
         assert decode.steps[0, columns.CACHED] == min(t, 8)
-    assert alone.counters.moved_reads == 60 - 17
+    assert alone.counters.evicted_tokens == 60 - 8
 
 
 def test_capture_writes_nothing() -> None:

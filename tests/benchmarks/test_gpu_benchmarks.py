@@ -25,8 +25,8 @@ def test_gpu_check_interpreted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu_check_interpreted.json").read_text())
     assert result["correct"] and len(result["checks"]) > 20
-    assert result["interpreted"] and result["goals"] == [], "no goal is reached in an interpreter"
-    for kind in ("attend", "caching", "prefill", "split"):
+    assert result["interpreted"]
+    for kind in ("attend", "prefill"):
         assert all(row["ms"] > 0 for row in result[kind]) and result[kind]
     assert {row["scored"] for row in result["layer"]} == {True, False}
     assert all(row["and_insert_us"] > 0 for row in result["layer"])
@@ -85,17 +85,6 @@ def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 def test_gpu_check_without_a_gpu_says_what_to_do() -> None:
     done = run("benchmarks.gpu_check", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--interpret" in done.stderr
-
-
-def test_goals() -> None:
-    """A goal needs its measurements: missing ones do not count as reached."""
-    from benchmarks.gpu_check import goals
-
-    attend = {"ms": 1.0, "batch": 64, "cached": 2048, "of_copy": 0.8, "over_plain": 1.2}
-    rows = [{"ms": 1.0, "stride": 512, "tokens": n, "us_per_token": t}
-            for n, t in ((8192, 1.0), (131072, 1.04))]  # fmt: skip
-    found = goals({"attend": [attend], "caching": [], "prefill": rows})
-    assert [row["reached"] for row in found] == [True, False, False, True]
 
 
 def test_an_engine_that_is_compared_starts_as_by_default() -> None:

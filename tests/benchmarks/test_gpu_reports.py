@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card's plain JSON becomes a kept result; configurations are timed with toy sizes."""
+"""A card's plain JSON becomes a kept result."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.reporting import gpu, results
-from tests.benchmarks.test_gpu_benchmarks import run
 
 ATTEND = {"heads": "8/8", "cached": 2048, "batch": 1, "ms": 0.5, "of_copy": 0.75, "over_sdpa": 1.5}
 SKIPPED = {"heads": "8/8", "cached": 4096, "batch": 1, "skipped": "out of time"}
@@ -29,23 +28,15 @@ CHECK: dict[str, Any] = {
     "copy_gbps": 3000.0,
     "attend": [ATTEND, SKIPPED],
     "layer": [LAYER],
-    "caching": [],
     "prefill": [PREFILL],
-    "goals": [],
 }
-TUNE = [
-    {"queries": 128, "tile": 32, "warps": 8, "stages": 3, "ms": 0.2},
-    {"queries": 64, "tile": 128, "warps": 4, "stages": 2, "error": "OutOfResources"},
-]
 
 
 def test_a_kept_result(tmp_path: Path) -> None:
     (tmp_path / "gpu_check.json").write_text(json.dumps(CHECK))
     found = gpu.result(tmp_path, "0123456789ab")
     assert len(found["tables"]) == 4 and found["command"] == "python -m benchmarks.gpu_check"
-    (tmp_path / "tune.json").write_text(json.dumps(TUNE))
-    found = gpu.result(tmp_path, "0123456789ab")
-    passed, decode, layers, prompts, tuned = (one["rows"] for one in found["tables"])
+    passed, decode, layers, prompts = (one["rows"] for one in found["tables"])
     assert [list(row) for row in passed] == [
         ["passed", "1", ""],
         ["failed", "2", "AssertionError: output"],
@@ -53,29 +44,20 @@ def test_a_kept_result(tmp_path: Path) -> None:
     assert [list(row) for row in decode] == [["8/8", "2,048", "1", "0.500", "75 %", "1.50x"]]
     assert [list(row) for row in layers] == [["32/8", "1,024", "16", "yes", "22.6", "27.5", "32.0"]]
     assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.031", "0.250", "0.125", "0.062"]
-    assert [list(row) for row in tuned] == [["128", "32", "8", "3", "0.200"]]
-    assert found["tables"][4]["note"] == "The fastest of 2; 1 did not compile."
     text = results.section(json.loads(results.as_text(found)))
     assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 6 s." in text
 
 
 def test_runs_of_some_kinds_are_kept_together(tmp_path: Path) -> None:
     """Each run has its own bandwidth; kinds that no run has get no table."""
-    first = CHECK | {
-        "attend": [],
-        "layer": [],
-        "prefill": [],
-        "goals": [{"goal": "a", "measured": []}],
-    }
+    first = CHECK | {"attend": [], "layer": [], "prefill": []}
     second = CHECK | {"checks": [], "copy_gbps": 2000.0, "layer": [], "prefill": []}
-    second["goals"] = [{"goal": "a", "measured": [0.8]}]
     for name, one in (("", first), ("_attend", second)):
         (tmp_path / f"gpu_check{name}.json").write_text(json.dumps(one))
     found = gpu.result(tmp_path, "0123456789ab", "two commands")
     titles = [one["title"] for one in found["tables"]]
     assert titles == ["Kernels against their references", "Decode attention"]
     assert "2,000 GB/s" in found["tables"][1]["note"] and found["command"] == "two commands"
-    assert found["data"]["goals"] == [{"goal": "a", "measured": [0.8]}]
 
 
 def test_a_kept_result_of_engines(tmp_path: Path) -> None:
@@ -108,23 +90,21 @@ def write(folder: Path, name: str, content: Any) -> None:
     (folder / name).write_text(json.dumps(content))
 
 
-def test_a_folder_of_all_three_is_one_result(tmp_path: Path) -> None:
+def test_a_folder_of_both_is_one_result(tmp_path: Path) -> None:
     """A check that failed must not be lost beside engines."""
     speed = {"what": "speed", "policy": "stock", "model": "8B", "context": 1024, "seconds": 4.0}
     environment = CHECK["environment"] | {"vllm": "1"}
     write(tmp_path, "gpu_engine.json", {"environment": environment, "rows": [speed]})
     write(tmp_path, "gpu_check.json", CHECK)
-    write(tmp_path, "tune.json", TUNE)
     found = gpu.result(tmp_path, "0123456789ab")
     titles = [one["title"] for one in found["tables"]]
     assert titles[0] == "Kernels against their references"
-    assert titles[-2:] == ["attend_strides by configuration", "Speed of engines"]
+    assert titles[-1] == "Speed of engines"
     assert list(found["tables"][0]["rows"][1]) == ["failed", "2", "AssertionError: output"]
     assert found["command"].split("; ") == [
-        f"python -m benchmarks.{name}" for name in ("gpu_check", "gpu.tune", "gpu_engine")
+        f"python -m benchmarks.{name}" for name in ("gpu_check", "gpu_engine")
     ]
     assert found["environment"]["vllm"] == "1" and found["seconds"] == 10.0
-    assert found["data"] == {"goals": []}
 
 
 def test_cards_and_toy_runs_are_not_mixed(tmp_path: Path) -> None:
@@ -145,19 +125,3 @@ def test_cards_and_toy_runs_are_not_mixed(tmp_path: Path) -> None:
             gpu.result(tmp_path, "0123456789ab")
         (tmp_path / name).unlink()
     assert gpu.result(tmp_path, "0123456789ab")["environment"]["gpu"] == "A card"
-
-
-def test_configurations_are_timed(tmp_path: Path) -> None:
-    done = run("benchmarks.gpu.tune", "--interpret", "--workers", "1", "--out", str(tmp_path))
-    assert done.returncode == 0 and done.stdout.count("'ms'") == 2, done.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["tune_interpreted.json"]
-
-
-def test_a_configuration_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import tune
-
-    def fails(*_: object) -> None:
-        raise ValueError("too much shared memory")
-
-    monkeypatch.setattr(tune, "prompt", fails)
-    assert tune.compiled((64, 32, 8, 2), True) == "ValueError: too much shared memory"

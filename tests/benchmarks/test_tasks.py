@@ -83,7 +83,7 @@ def test_every_row_of_every_table_resolves(key: str) -> None:
 
 def test_the_papers_tables_are_all_there() -> None:
     by_measure = Counter(table.measure for table in TABLES.values())
-    assert by_measure == {"perplexity": 8, "harness": 1, "caching": 1, "rouge": 3, "timing": 3}
+    assert by_measure == {"perplexity": 8, "harness": 1, "rouge": 3, "timing": 3}
 
 
 def test_settings_that_follow_from_the_budget() -> None:
@@ -113,30 +113,18 @@ def test_our_columns_stand_beside_the_papers() -> None:
     assert made.note.endswith("How.")
 
 
-def test_the_caching_operation_keeps_the_cache_whole() -> None:
+def test_a_layers_step_keeps_the_cache_whole() -> None:
+    """Of the layer that ``cpu_attention`` times: every step evicts a token and inserts another."""
     policy = {"name": "cascade", "budget": 64, "num_sinks": 2, "prefill_stride": 1}
-    layer = Ours(policy, torch.float32, 16, 2, 1, heads=(4, 4), block_size=16, steps=6)
+    layer = Ours(policy, torch.float32, 16, 2, 1, heads=(4, 4), steps=6)
     new, before = torch.randn(2, 4, 16), layer.view.clone()
     pages = layer.pages.rank.shape[0] // 2
-    for step in range(5):
-        if step % 2:
-            layer.insert(new)
-        else:
-            layer(new, new, new)
+    for _ in range(5):
+        layer(new, new, new)
         for first in (1, 1 + pages):
             rank = layer.pages.rank[first : first + pages].flatten()
             assert sorted(rank[rank >= 0].tolist()) == list(range(66))
     assert not (before == layer.view).all(), "nothing was inserted"
-
-
-def test_the_caching_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row's two times, of few steps; without a model."""
-    monkeypatch.setattr(papers, "CACHING_STEPS", 2)
-    monkeypatch.setattr(papers, "CACHING_WARM_UP", 1)
-    args = papers.parse_args(["cascade-4", "--budgets", "64"])
-    table, _, failed = papers.caching(TABLES["cascade-4"], args)
-    assert not failed and len(table.rows) == 3
-    assert all(float(cell.split()[0]) > 0 for row in table.rows for cell in row[2:])
 
 
 def test_rouge_scores() -> None:

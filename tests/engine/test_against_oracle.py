@@ -215,7 +215,6 @@ def run_case(
     kept = case.policy["budget"] + 4 + case.policy.get("overflow", 32)
     assert after["tokens"] - before["tokens"] == NUM_TOKENS
     assert after["evicted_tokens"] - before["evicted_tokens"] >= NUM_TOKENS - kept
-    assert after["moved_reads"] > before["moved_reads"]
 
 
 @pytest.mark.parametrize("name", in_time(CASES, SLOW))

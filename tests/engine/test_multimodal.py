@@ -54,7 +54,7 @@ def test_text(
         kept_at_most=settings["budget"] + 8,
     )
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
-    assert grown["moved_reads"] > 0 and (grown["native_calls"] > 0) == (not env)
+    assert grown["evicted_tokens"] > 0 and (grown["native_calls"] > 0) == (not env)
     check_company(llm, settings["prefill_stride"])
 
 

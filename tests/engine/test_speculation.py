@@ -57,7 +57,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 }
 LENGTHS = (300, 40, 7, 129)
 ANSWER = 150
-COUNTED = "tokens", "evicted_tokens", "strides", "moved_reads", "recalled_units"
+COUNTED = "tokens", "evicted_tokens", "strides", "recalled_units"
 METERED = "evicted_tokens", "strides"
 
 

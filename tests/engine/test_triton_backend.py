@@ -93,7 +93,7 @@ def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     llm = engine(engine_pool, POLICIES[name], models["llama"])
     compare(llm, POLICIES[name], TOKENS, models["llama"])
     (counters,) = llm.collective_rpc("kv_policy_counters")
-    assert counters["evicted_tokens"] > 30 and counters["moved_reads"] > 0
+    assert counters["evicted_tokens"] > 30
     engine_pool.close()
 
 

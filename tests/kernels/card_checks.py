@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.caching import cascade_schedule
-from benchmarks.gpu.timings import Layer
+from benchmarks.gpu.timings import AVERAGE, Layer
 from tests.kernels import checks, recall_checks
-from tests.kernels.random_pool import Case
+from tests.kernels.random_pool import Case, float_bits
 from vllm_cascade.kernels.triton.configs import Split
 from vllm_cascade.kernels.triton.schedule import ScheduleTables, schedule
 
@@ -167,6 +166,28 @@ def correctness(device: Any, interpret: bool, part: int = 0, parts: int = 1) -> 
     return rows
 
 
+def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int) -> ScheduleTables:
+    """Step tables of a full cascade: an eviction at every step, periods of ``2**(levels - 1)``.
+
+    Step ``j`` ends with a contest between the newest token of the first sub-cache that does not
+    accept and the one that arrives there, or else drops the oldest token.
+    """
+    total = sinks + levels * window
+    rows = []
+    for j in range(2 ** (levels - 1)):
+        level = 1 + ((j & -j).bit_length() - 1 if j else levels)  # the first that does not accept
+        newest = sinks + (levels - level) * window - 1
+        contest = level < levels
+        lo, hi = (newest, newest + 2) if contest else (sinks, sinks + 1)
+        rows.append([lo, hi, 1, 0, 0, 0, total, total])
+    average = [float_bits(value) for value in AVERAGE]
+    table, heads = (
+        torch.tensor(lines, dtype=torch.int32, device=device)
+        for lines in (rows, [[0, 0, len(rows), 0, 1, *average, 0]])
+    )
+    return ScheduleTables(table, heads)
+
+
 def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
     """Tables of a full cascade, and of one that deletes four tokens in cells every fourth step.
 
@@ -206,7 +227,7 @@ def graph_equals_eager(device: Any) -> float:
         layer = twins[i]
         lengths[i].add_((lengths[i] > 0).int())
         schedule(lengths[i], layer.table, tables, schedule_of, layer.steps, positions)
-        new = layer.attend(query, key, featured=True, output=outputs[i], splits=4)
+        new = layer.attend(query, key, outputs[i])
         layer.insert(key, key, new, rules=rules, has_cells=True)
 
     step(0)  # compiles; the twin makes the same first step eagerly

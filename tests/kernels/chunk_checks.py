@@ -121,9 +121,8 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         chunks[row, columns.START], chunks[row, columns.LENGTH] = begin, place - begin
         most = max(cache.slots[row], -(-cached // unit) * unit)
         chunks[row, columns.NEW_SLOTS] = most
-        chunks[row, stride_columns.SINKS : stride_columns.STRIDES + 1] = torch.tensor(
-            [SINKS * unit, cached, num_strides]
-        )
+        chunks[row, stride_columns.SINKS] = SINKS * unit
+        chunks[row, stride_columns.LEFT] = cached
         place += 2
     strides = torch.stack(rows) if rows else steps[:0]
     query, key, value = new_tokens(case, place)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_cascade.kernels.triton import configs
-from vllm_cascade.kernels.triton.configs import Config, attend_config, attend_splits
+from vllm_cascade.kernels.triton.configs import attend_config, attend_splits
 
 CPU = torch.device("cpu")
 
@@ -24,14 +24,7 @@ def test_splits_fill_the_card_and_no_more(heads: int, num_slots: int) -> None:
 
 def test_heads_of_a_program() -> None:
     """Two share a tile's rotations; of a head set each, or an odd number, none do."""
-    heads = [attend_config(CPU, torch.bfloat16, 128, 4, num, sets)[1] for num, sets in
+    heads = [attend_config(torch.bfloat16, 128, 4, num, sets)[1] for num, sets in
              ((8, 1), (2, 1), (3, 1), (1, 1), (8, 8))]  # fmt: skip
     assert heads == [2, 2, 1, 1, 1]
-    assert attend_config(CPU, torch.bfloat16, 256, 4, 8, 1)[1] == 4, "a long head"
-
-
-def test_a_tuned_configuration_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = Config(tile=64, warps=8, stages=3)
-    monkeypatch.setitem(configs.TUNED, ("attend", 0, "float16", 128), tuned)
-    assert attend_config(CPU, torch.float16, 128, 4, 8, 1)[0] == tuned
-    assert attend_config(CPU, torch.bfloat16, 128, 4, 8, 1)[0] != tuned
+    assert attend_config(torch.bfloat16, 256, 4, 8, 1)[1] == 4, "a long head"

@@ -72,19 +72,6 @@ def _rope_types(config: VllmConfig) -> set[str]:
     return set(map(_rope_type, iter_rope_parameters(config.model_config.hf_text_config)))
 
 
-def _unknown_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
-    return config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES)
-
-
-def _some_layers_quantised(config: VllmConfig, policy: Policy) -> bool:
-    cache = config.cache_config
-    return cache.cache_dtype in CODES and bool(cache.kv_cache_dtype_skip_layers)
-
-
-def _quantised_means(config: VllmConfig, policy: Policy) -> bool:
-    return config.cache_config.cache_dtype in CODES and policy.merge_into is not None
-
-
 def _no_movable_positions(config: VllmConfig) -> bool:
     hf = config.model_config.hf_text_config
     rotary = ("rotary_dim", "rotary_pct", "rope_theta", "rotary_emb_base")
@@ -111,10 +98,6 @@ def _sets_own_prefix_caching(config: VllmConfig) -> bool:
     )
 
 
-def _drafts(config: VllmConfig) -> bool:
-    return config.speculative_config is not None
-
-
 def _several_mtp_layers(drafts: SpeculativeConfig) -> bool:
     if drafts.method != "mtp":
         return False
@@ -130,6 +113,18 @@ def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refu
     """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
     return Refusal(name, lambda config, _: applies(config.model_config), message)
+
+
+def _of_drafts(
+    name: str, applies: Callable[[SpeculativeConfig, VllmConfig, Policy], bool], message: str
+) -> Refusal:
+    """Refuse something of speculative decoding."""
+
+    def drafts_and_applies(config: VllmConfig, policy: Policy) -> bool:
+        drafts = config.speculative_config
+        return drafts is not None and applies(drafts, config, policy)
+
+    return Refusal(name, drafts_and_applies, message)
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -157,101 +152,85 @@ REFUSALS: tuple[Refusal, ...] = (
         "importance from token ids cannot be combined with --enable-prompt-embeds, because such "
         'prompts have no token ids; remove it, or set importance to "attention"',
     ),
-    Refusal(
+    _of_drafts(
         "other drafters",
-        lambda config, _: (
-            (drafts := config.speculative_config) is not None
-            and drafts.method not in (*HOST_DRAFTERS, *MODEL_DRAFTERS)
-        ),
+        lambda drafts, *_: drafts.method not in (*HOST_DRAFTERS, *MODEL_DRAFTERS),
         f"--speculative-config has a method that is not tested with --kv-policy; set its method "
         f"to one of {', '.join((*HOST_DRAFTERS, *MODEL_DRAFTERS))}",
     ),
-    Refusal(
+    _of_drafts(
         "drafters of their own kind",
-        lambda config, _: (
-            (drafts := config.speculative_config) is not None
-            and (drafts.use_gemma4_mtp() or drafts.use_step3p5_mtp() or _several_mtp_layers(drafts))
+        lambda drafts, *_: (
+            drafts.use_gemma4_mtp() or drafts.use_step3p5_mtp() or _several_mtp_layers(drafts)
         ),
         "MTP layers that share the model's cache (Gemma 4), that vLLM runs by a proposer of their "
         "own (Step 3.5), or of which a model has several are not built; remove "
         "--speculative-config, or set its method to draft_model, ngram or suffix",
     ),
-    Refusal(
+    _of_drafts(
         "parallel drafts",
-        lambda config, _: (
-            (drafts := config.speculative_config) is not None and drafts.parallel_drafting
-        ),
+        lambda drafts, *_: drafts.parallel_drafting,
         "parallel_drafting in --speculative-config (PARD, P-EAGLE) cannot be combined with "
         "--kv-policy: its tokens attend in one stride, and a policy inserts drafts one by one; "
         "set it to false",
     ),
-    Refusal(
+    _of_drafts(
         "drafts of another vocabulary",
-        lambda config, _: (
-            (drafts := config.speculative_config) is not None and drafts.use_heterogeneous_vocab
-        ),
+        lambda drafts, *_: drafts.use_heterogeneous_vocab,
         "use_heterogeneous_vocab in --speculative-config is not tested with --kv-policy; use a "
         "draft model with the model's own vocabulary",
     ),
-    Refusal(
+    _of_drafts(
         "adaptive verification",
-        lambda config, _: (
-            (drafts := config.speculative_config) is not None
-            and drafts.enable_adaptive_verification
-        ),
+        lambda drafts, *_: drafts.enable_adaptive_verification,
         "enable_adaptive_verification in --speculative-config cannot be combined with --kv-policy, "
         "which has to know how many drafts a step has; set it to false",
     ),
-    Refusal(
+    _of_drafts(
         "drafts cached in another type",
-        lambda config, _: (
-            (drafts := config.speculative_config) is not None and drafts.kv_cache_dtype is not None
-        ),
+        lambda drafts, *_: drafts.kv_cache_dtype is not None,
         "kv_cache_dtype in --speculative-config is not tested with --kv-policy; remove it, and the "
         "drafting model's cache has the type of --kv-cache-dtype",
     ),
-    Refusal(
+    _of_drafts(
         "drafts that quantise their cache",
-        lambda config, _: (
+        lambda drafts, config, _: (
             config.cache_config.cache_dtype == "auto"
-            and (drafts := config.speculative_config) is not None
             and drafts.method in MODEL_DRAFTERS
             and bool(_quantisation(drafts.draft_model_config).get("kv_cache_scheme"))
         ),
         "--speculative-config names a checkpoint with keys and values in FP8, beside a model that "
         "caches its own type; set --kv-cache-dtype to fp8, or to the model's dtype",
     ),
-    Refusal(
+    _of_drafts(
         "drafts of scores by text",
-        lambda config, policy: _drafts(config) and policy.token_scores is not None,
+        lambda _, config, policy: policy.token_scores is not None,
         "--speculative-config cannot be combined with importance from token ids, which counts "
         'tokens that may be rejected; remove it, or set importance to "attention"',
     ),
-    Refusal(
+    _of_drafts(
         "drafts of moved tokens",
-        lambda config, policy: (
-            _drafts(config) and (policy.arranges or policy.merge_into is not None)
-        ),
+        lambda _, config, policy: policy.arranges or policy.merge_into is not None,
         "--speculative-config cannot be combined with importance cluster or order importance: a "
         "rejected draft would already be part of a mean or an order; remove it, or set importance "
         'to "attention" and order to "chronological"',
     ),
-    Refusal(
+    _of_drafts(
         "drafts of recurrent layers",
-        lambda config, _: _drafts(config) and config.model_config.is_hybrid,
+        lambda _, config, policy: config.model_config.is_hybrid,
         "--speculative-config cannot be combined with a model with recurrent layers: their states "
         "are updated in place, also by rejected drafts; remove it",
     ),
-    Refusal(
+    _of_drafts(
         "drafts of shared caches",
-        lambda config, _: _drafts(config) and shares_caches(config.model_config.hf_text_config),
+        lambda _, config, policy: shares_caches(config.model_config.hf_text_config),
         "--speculative-config cannot be combined with models whose layers share caches (Gemma 3n, "
         "Gemma 4 E2B and E4B): the last of them inserts a step's tokens, so a step holds one "
         "stride of a request, and every draft is a stride; remove it",
     ),
-    Refusal(
+    _of_drafts(
         "drafts over stages",
-        lambda config, _: _drafts(config) and config.parallel_config.pipeline_parallel_size > 1,
+        lambda _, config, policy: config.parallel_config.pipeline_parallel_size > 1,
         "--speculative-config cannot be combined with --pipeline-parallel-size above 1: vLLM asks "
         "every stage for the drafter, which only the last one has; use --tensor-parallel-size",
     ),
@@ -332,19 +311,24 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "quantised KV cache",
-        _unknown_cache_dtype,
+        lambda config, _: config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES),
         f"--kv-cache-dtype has an unsupported type; set it to auto or to one of {', '.join(CODES)}",
     ),
     Refusal(
         "layers that are not quantised",
-        _some_layers_quantised,
+        lambda config, _: (
+            config.cache_config.cache_dtype in CODES
+            and bool(config.cache_config.kv_cache_dtype_skip_layers)
+        ),
         "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: pages hold the same "
         "number of tokens in every layer; remove it, or set --kv-cache-dtype to auto (to a "
         "16-bit model's dtype if its checkpoint has keys and values in FP8)",
     ),
     Refusal(
         "quantised means",
-        _quantised_means,
+        lambda config, policy: (
+            config.cache_config.cache_dtype in CODES and policy.merge_into is not None
+        ),
         "importance 'cluster' rewrites a mean for every token that joins it, and 8 bits would "
         "round it every time; set --kv-cache-dtype to auto (to a 16-bit model's dtype if its "
         "checkpoint has keys and values in FP8), or choose another importance",
@@ -461,12 +445,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "this model's layers without rotary positions are",
         lambda m: may_be_unrotated(m.hf_text_config),
     ),
-    Refusal(
+    _of_drafts(
         "learned positions of a drafting model",
-        lambda config, _: (
-            config.speculative_config is not None
-            and config.speculative_config.method in MODEL_DRAFTERS
-            and learns_positions(config.speculative_config.draft_model_config.hf_text_config)
+        lambda drafts, *_: (
+            drafts.method in MODEL_DRAFTERS
+            and learns_positions(drafts.draft_model_config.hf_text_config)
         ),
         "--speculative-config names a model with learned positions (GPT-2, OPT), and a drafting "
         "model is given positions in the cache; use another one, or method ngram or suffix",

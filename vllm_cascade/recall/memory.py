@@ -63,6 +63,7 @@ class RecallMemory:
         reserved: Chunks promised to admitted requests, by name.
         logs: Logs of requests that recall, by name.
         ranks: Tensor-parallel ranks; each has its heads' part of every chunk.
+        kept_chunk_bytes: Bytes that a chunk takes in a session of a rank.
 
     Args:
         schedule: The engine's.
@@ -75,6 +76,7 @@ class RecallMemory:
         self, schedule: Schedule, room_bytes: int, chunk_bytes: int, max_num_batched_tokens: int
     ) -> None:
         self.room_bytes, self.chunk_bytes = room_bytes, chunk_bytes
+        self.kept_chunk_bytes = chunk_bytes
         self.capacity, self.ranks = room_bytes // chunk_bytes, 1
         self._schedule, self._most_tokens = schedule, max_num_batched_tokens
         self._most_units = schedule.policy.recall_store // schedule.unit
@@ -86,11 +88,6 @@ class RecallMemory:
     def used_bytes(self) -> int:
         """Bytes of all chunks in use. Shared chunks count once."""
         return self.bytes_of(len(self._live)) * self.ranks
-
-    @property
-    def kept_chunk_bytes(self) -> int:
-        """Bytes that a chunk takes in a session of a rank."""
-        return self.chunk_bytes
 
     @property
     def reserved_bytes(self) -> int:

@@ -394,21 +394,17 @@ class RingMemory(RecallMemory):
         super().__init__(schedule, room, ring_bytes(shape)[1], 0)
         self.capacity = min(self.capacity, most_rings)
         self._kept: WeakSet[Slip] = WeakSet()
-        self._kept_bytes, self._keeps_snapshots = chunk_bytes(shape), keeps_snapshots
+        self.kept_chunk_bytes, self._keeps_snapshots = chunk_bytes(shape), keeps_snapshots
         left = room_bytes - self.bytes_of(self.capacity) if keeps_snapshots else 0
-        self.num_chunks = round_up(left + 1) // 2 // self._kept_bytes
+        self.num_chunks = round_up(left + 1) // 2 // self.kept_chunk_bytes
 
     @property
     def used_bytes(self) -> int:
         return self.limit_bytes
 
     @property
-    def kept_chunk_bytes(self) -> int:
-        return self._kept_bytes
-
-    @property
     def limit_bytes(self) -> int:
-        kept = round_up(self.num_chunks * self._kept_bytes) if self.num_chunks else 0
+        kept = round_up(self.num_chunks * self.kept_chunk_bytes) if self.num_chunks else 0
         return super().limit_bytes + kept * self.ranks
 
     def bytes_of(self, chunks: int) -> int:

@@ -40,7 +40,6 @@ class StepCounters:
     tokens: int = 0
     strides: int = 0
     evicted_tokens: int = 0
-    moved_reads: int = 0
 
 
 class StepBuilder(AttentionMetadataBuilder[Metadata]):
@@ -106,7 +105,6 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         counters.tokens += len(step.positions)
         counters.strides += sum(map(len, step.waves))
         counters.evicted_tokens += step.evicted
-        counters.moved_reads += step.moved_reads
         return step
 
     def undone(self, rejected: Sequence[Rejected], blocks: Sequence[Sequence[int]]) -> Undone:
@@ -128,13 +126,10 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
 
     def discount(self, schedule: Schedule, begin: int, end: int) -> None:
         """No longer count single tokens ``[begin, end)``, which were drafts and are undone."""
-        tokens, counters = np.arange(begin, end), self.counters
-        counters.tokens -= end - begin
-        counters.strides -= end - begin
-        counters.evicted_tokens -= int(
-            schedule.counts(tokens[:1])[0] + end - begin - schedule.counts(tokens[-1:] + 1)[0]
-        )
-        counters.moved_reads -= int(schedule.moved(tokens).sum())
+        counters, number = self.counters, end - begin
+        counters.tokens -= number
+        counters.strides -= number
+        counters.evicted_tokens -= schedule.count_at(begin) + number - schedule.count_at(end)
 
     def peaks(self, common: CommonAttentionMetadata, ends: np.ndarray) -> np.ndarray:
         """Slots that rows use in these layers after ``ends`` tokens: int ``[B]`` each."""

@@ -85,7 +85,7 @@ def describe(
             scale = np.ones(len(positions), dtype=np.float32) if scale is None else scale
             scale[place] = schedule.policy.logit_scale(stream, cached + 1)
     waves = _waves(cut, steps, schedules, position, moved)
-    return Step(waves, positions, scale, tokens.given, evicted, int(moved.sum()))
+    return Step(waves, positions, scale, tokens.given, evicted)
 
 
 def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:

@@ -84,7 +84,6 @@ class Step:
         logit_scale: fp32 ``[num_tokens]``, factor on the logits of each query; None: all 1.
         given: as in ``RequestTokens``.
         evicted: tokens that the step evicts.
-        moved_reads: strides in which a key may have left the position it was written at.
     """
 
     waves: list[StrideRows]
@@ -92,7 +91,6 @@ class Step:
     logit_scale: np.ndarray | None
     given: np.ndarray | None
     evicted: int = 0
-    moved_reads: int = 0
 
 
 def split(wave: StrideRows) -> tuple[StrideRows, StrideRows]:

@@ -197,7 +197,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         waves = []
         for wave in range(width):
             stream = np.where(ends > 0, ends - width + wave, -1)
-            rows = self._decode_wave(common, wave, frames, schedules, names, stream)
+            rows = self._decode_wave(common, wave, schedules, names, stream)
             waves.append(DeviceWave(None, rows))
         return waves
 
@@ -205,7 +205,6 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self,
         common: CommonAttentionMetadata,
         wave: int,
-        frames: list[Schedule],
         schedules: list[Schedule],
         names: list[str | None],
         stream: np.ndarray,
@@ -214,9 +213,6 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         num_rows, width = common.num_reqs, common.max_query_len
         own = wave, slice(0, num_rows)
         self._count(schedules, wave, stream)
-        self.counters.moved_reads += sum(
-            int(frame.moved(stream[rows]).sum()) for frame, rows in by_schedule(frames)
-        )
         judged = self._judge(common, schedules, wave, stream)
         if self.stores is not None:
             rows = plan_rings(self.stores, names, schedules, stream, np.ones_like(stream))

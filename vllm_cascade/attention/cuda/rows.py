@@ -83,7 +83,6 @@ def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
     steps[:, columns.CHUNK] = chunk
     chunks = steps[first]  # each request's first stride, as waves are in order
     chunks[:, LENGTH] = np.bincount(chunk, weights=steps[:, LENGTH])
-    chunks[:, columns.STRIDES] = np.bincount(chunk)
     np.maximum.at(chunks[:, NEW_SLOTS], chunk, steps[:, NEW_SLOTS])
     ends = (chunks[:, STREAM] + chunks[:, LENGTH]).tolist()
     for row, (place, end) in enumerate(zip(first.tolist(), ends, strict=True)):
