@@ -183,6 +183,7 @@ class Stock:
         place = cached + torch.arange(new)
         blocks = self.table[:, place // BLOCK_SIZE].long()
         self.slots = (blocks * BLOCK_SIZE + place % BLOCK_SIZE).flatten()
+        torch.cpu._init_amx()  # Linux must allow its use; in an engine matrix products ask for it
         self.isa = _get_attn_isa(dtype, BLOCK_SIZE, head_size)
         self.schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=batch,
