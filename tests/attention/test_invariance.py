@@ -5,6 +5,7 @@ In every type: what the batch changes in a bfloat16 model is then the model's ow
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,16 +76,55 @@ class Requests:
         return {r: torch.cat(given) for r, given in outputs.items()}
 
 
+PARTIAL = Shape(num_kv_heads=2, group=3, head_size=64, rotary_dim=32)
+SHAPES: dict[str, tuple[Shape, str]] = {
+    "partial": (PARTIAL, "sink"),
+    "partial-mha": (replace(PARTIAL, group=1, rotary_dim=16), "sink"),
+    "partial-gqa2": (replace(PARTIAL, group=2, head_size=128), "h2o-heads"),
+    "partial-gqa4": (replace(PARTIAL, group=4, dtype=torch.float16), "cascade"),
+    "partial-gqa8": (replace(PARTIAL, group=8), "sink"),
+    "partial-units": (PARTIAL, "cascade-units"),
+    "partial-fp8": (replace(PARTIAL, cache_dtype="fp8", scales=(0.25, 0.5)), "sink-units"),
+    "partial-int8": (replace(PARTIAL, cache_dtype="int8_per_token_head"), "cascade-units"),
+    "interleaved": (replace(PARTIAL, rotary_dim=64, is_neox=False), "sink"),
+    "interleaved-int8": (
+        replace(PARTIAL, rotary_dim=64, is_neox=False, cache_dtype="int8_per_token_head"),
+        "sink-units",
+    ),
+    "whole-fp8": (replace(PARTIAL, rotary_dim=64, cache_dtype="fp8"), "sink-units"),
+    "odd": (replace(PARTIAL, head_size=36, rotary_dim=20), "sink"),
+    "alibi": (replace(PARTIAL, alibi=True), "sink"),
+    "latent": (Shape(num_kv_heads=1, group=2, head_size=96, rotary_dim=32, latent=True), "sink"),
+    "latent-int8": (
+        Shape(1, 4, head_size=64, rotary_dim=16, latent=True, cache_dtype="int8_per_token_head"),
+        "sink-units",
+    ),
+}
+"""Layers whose keys cannot all be rotated in registers, and some others."""
+
+
 @pytest.mark.parametrize("path", ["native", "pytorch"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_same_bytes(
     dtype: torch.dtype, policy: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if path == "native" and dtype not in load().dtypes:
+    shape = Shape(num_kv_heads=2, group=3, head_size=64, rotary_dim=64, dtype=dtype)
+    compare(shape, policy, path, monkeypatch)
+
+
+@pytest.mark.parametrize("path", ["native", "pytorch"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_bytes_in_any_shape(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that have evicted tokens run together with requests that have not."""
+    shape, policy = SHAPES[name]
+    compare(shape, policy, path, monkeypatch)
+
+
+def compare(shape: Shape, policy: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "native" and shape.dtype not in load().dtypes:
         pytest.skip("this compiler has no fp16")
     monkeypatch.setenv(SWITCH, path)
-    shape = Shape(num_kv_heads=2, group=3, head_size=64, rotary_dim=64, dtype=dtype)
     requests = Requests(shape)
     settings = POLICIES[policy]
     everyone = range(len(PROMPTS))
