@@ -99,6 +99,7 @@ SHAPES: dict[str, tuple[Shape, str]] = {
         Shape(1, 4, head_size=64, rotary_dim=16, latent=True, cache_dtype="int8_per_token_head"),
         "sink-units",
     ),
+    "latent-gqa16": (Shape(1, 16, head_size=96, rotary_dim=32, latent=True), "sink"),
 }
 """Layers whose keys cannot all be rotated in registers, and some others."""
 

@@ -129,7 +129,8 @@ def _attend(
         keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
     logits = torch.matmul(queries, keys.transpose(2, 3)) * layer.scale
-    own = torch.matmul(queries, key.float().unsqueeze(-1)) * layer.scale  # [B, H, G, 1]
+    # Not by matmul, which sums in another order for one request than for several.
+    own = (queries * key.float().unsqueeze(2)).sum(-1, keepdim=True) * layer.scale  # [B, H, G, 1]
     logits = torch.cat([logits, own], dim=-1)
     if singles.logit_scale is not None:
         logits *= singles.logit_scale.view(-1, 1, 1, 1)
