@@ -19,6 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -183,7 +184,9 @@ def _processor() -> str:
 
 
 def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
-    partial = target.with_suffix(f".{os.getpid()}.partial")
+    # Hosts and containers that share the folder may have equal process ids, and locks apart. Not
+    # mkstemp, whose files other users may not read.
+    partial = target.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         _run([*command, "-o", str(partial), *map(str, files)])
         description = _describe(partial)

@@ -357,6 +357,16 @@ print(build.build(Path({str(folder)!r})))
     assert (tmp_path / "log").read_text() == "compiled\n" * 2
 
 
+def test_every_compile_has_a_file_of_its_own(compiler: Path, tmp_path: Path) -> None:
+    """Containers and hosts that share the folder may have equal process ids, and locks apart."""
+    compiler.write_text(compiler.read_text() + f'echo "$2" >> {tmp_path}/partial\n')
+    for _ in range(2):
+        build.build(tmp_path / "cache").write_text("damaged")
+    first, second = (tmp_path / "partial").read_text().split()
+    assert first != second and Path(first).parent == Path(second).parent == tmp_path / "cache"
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
 def test_compile_error(compiler: Path, tmp_path: Path) -> None:
     script = compiler.read_text().replace("sleep 0.5", "echo 'x.cpp:1: error: odd' >&2; exit 1")
     compiler.write_text(script)
