@@ -99,10 +99,10 @@ def build(
     read = sorted(SOURCES.glob("*.[ch]*")) if source is None else [source]
     compiler = find_compiler()
     folder, name = folder or cache_folder(), f"{name}-{_key(compiler, flags, read)}.so"
-    executes = _can_execute(folder)
-    if executes and _is_whole(folder / name):
-        return folder / name
     try:
+        executes = _can_execute(folder)
+        if executes and _is_whole(folder / name):
+            return folder / name
         if not executes or not _can_write(folder):
             folder = _temporary_folder()
         with open(folder / "lock", "w") as lock:

@@ -460,7 +460,7 @@ def test_two_openmp_runtimes_are_refused() -> None:
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("call", ["flock", "replace"])
+@pytest.mark.parametrize("call", ["flock", "replace", "statvfs"])
 def test_a_cache_that_cannot_be_used(
     call: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
