@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -180,7 +181,11 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     names = ("model name", "flags", "CPU part", "Features")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    known = [line for line in lines if line.startswith(names)]
+    if not known:  # other architectures: all but the clock, which changes
+        known = [line for line in lines if not re.search("mhz|bogomips", line, re.IGNORECASE)]
+        known.insert(0, platform.machine())
+    return "\n".join(dict.fromkeys(known))
 
 
 def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:

@@ -375,6 +375,41 @@ def test_compile_error(compiler: Path, tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
+X86 = """processor\t: 0
+model name\t: Some Processor
+cpu MHz\t\t: {clock}
+flags\t\t: fpu sse2 {extension}
+bogomips\t: 5000.00
+"""
+S390X = """vendor_id       : IBM/S390
+# processors    : 2
+bogomips per cpu: {clock}
+features\t: esan3 zarch {extension}
+processor 0: version = 00,  identification = 0133E8,  machine = 8561
+
+cpu number      : 0
+cpu MHz dynamic : {clock}
+"""
+
+
+@pytest.mark.parametrize("cpuinfo", [X86, S390X], ids=["x86", "s390x"])
+def test_processors_have_libraries_of_their_own(
+    cpuinfo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their extensions tell them apart; their clocks change all the time."""
+
+    def processor(extension: str, clock: str) -> str:
+        text = cpuinfo.format(extension=extension, clock=clock)
+        monkeypatch.setattr(build.Path, "read_text", lambda _: text)
+        return build._processor()
+
+    before = processor("one", "2500.113")
+    assert before == processor("one", "3100.902")
+    assert before != processor("another", "2500.113")
+    if cpuinfo == X86:
+        assert before == "model name\t: Some Processor\nflags\t\t: fpu sse2 one"
+
+
 LD = "/usr/bin/ld: cannot find -lomp: No such file or directory"
 FULL = "/usr/bin/ld: final link failed: No space left on device"
 
