@@ -123,35 +123,39 @@ void end_softmax(const Request<T>& request, const Mass& mass, const Online& on) 
   }
 }
 
-// A tile's keys: stored rows, or rotated to present positions in `keys`.
+// A tile's keys: stored rows, or rotated to present positions in fp32. Sums of products have one
+// order in all forms that a layer's keys take, so they do not depend on what has moved.
 template <class T>
 struct TileKeys {
-  const float* keys;             // see tile_keys; null: use the rows
+  const float* keys;             // see tile_keys; null: use rows
   const T* const* row;           // stored rows, padded to a whole register
   const T* const* next;          // rows to prefetch, or null
-  const float* const* rotation;  // each row's cos and sin
-  bool turn;                     // whether to rotate rows
+  const float* const* turned;    // rotated rows, padded; null: use stored ones
+  const float* const* rotation;  // each row's cos and sin, to rotate in registers, or null
 
   template <int Queries>
   void products(const float* query, int64_t width, int64_t i, vf* x) const {
     constexpr int STORED = Queries == 1 ? W : Queries == 2 ? W / 2 : W / 4;
+    const T* const* to_come = next ? next + i : nullptr;
     if (keys)
       dots<Queries, STORED>(query, width, keys + i * W, x);
-    else if (turn)
-      of_rows<Queries, true>(query, width, i, x);
+    else if (turned)
+      of_rows<Queries, false, float>(query, width, turned + i, nullptr, nullptr, x);
+    else if (rotation)
+      of_rows<Queries, true>(query, width, row + i, to_come, rotation + i, x);
     else
-      of_rows<Queries, false>(query, width, i, x);
+      of_rows<Queries, false>(query, width, row + i, to_come, nullptr, x);
   }
-  template <int Queries, bool Turn>
-  void of_rows(const float* query, int64_t width, int64_t i, vf* x) const {
+  template <int Queries, bool Turn, class Row>
+  static void of_rows(const float* query, int64_t width, const Row* const* row,
+                      const Row* const* next, const float* const* rotation, vf* x) {
     constexpr int ROWS = W == 16 ? 4 : 2;
-    const T* const* to_come = next ? next + i : nullptr;
     if (width == 64)
-      row_dots<Queries, ROWS, 64, Turn>(query, width, row + i, to_come, rotation + i, x);
+      row_dots<Queries, ROWS, 64, Turn>(query, width, row, next, rotation, x);
     else if (width == 128)
-      row_dots<Queries, ROWS, 128, Turn>(query, width, row + i, to_come, rotation + i, x);
+      row_dots<Queries, ROWS, 128, Turn>(query, width, row, next, rotation, x);
     else
-      row_dots<Queries, ROWS, 0, Turn>(query, width, row + i, to_come, rotation + i, x);
+      row_dots<Queries, ROWS, 0, Turn>(query, width, row, next, rotation, x);
   }
 };
 
@@ -228,12 +232,14 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   int32_t* rank = (int32_t*)(keys + buffer);
   int32_t* distance = rank + num_sets * TILE;
   // For larger groups it is faster to read and rotate keys once.
-  const bool by_row = group <= 4 && (moved ? layer.turns_by_registers() : size % (2 * W) == 0);
+  const bool by_row = group <= 4 && size % (2 * W) == 0;
+  const bool in_registers = by_row && moved && layer.turns_by_registers();
+  const bool turns = by_row && moved && !in_registers;
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);
 
   const S *rows[2][TILE], *value[TILE];
-  const float* rotation[TILE];
+  const float *rotation[TILE], *turned[TILE];
   const S **row = rows[0], **next = rows[1];
   if (Plain) tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
   for (int64_t tile = 0; tile * TILE < slots; tile++) {
@@ -251,11 +257,15 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       else
         decoded_rows(layer, request.pages(), head, s0, n, (float*)(rank + words), row);
       const S* const* to_come = Plain && ahead && n_next == TILE ? next : nullptr;
-      TileKeys<S> tile_of{by_row ? nullptr : keys, row, to_come, rotation, moved};
-      if (by_row)
-        tile_rotation(layer, moved ? distance + s * TILE : nullptr, n, row, rotation);
+      const int32_t* moves = moved ? distance + s * TILE : nullptr;
+      TileKeys<S> tile_of{by_row ? nullptr : keys, row, to_come, turns ? turned : nullptr,
+                          in_registers ? rotation : nullptr};
+      if (!by_row)
+        tile_keys(layer, row, to_come, moves, n, width, keys);
+      else if (turns)
+        turned_rows(layer, row, to_come, moves, n, width, keys, turned);
       else
-        tile_keys(layer, row, to_come, moved ? distance + s * TILE : nullptr, n, width, keys);
+        tile_rotation(layer, moves, n, row, rotation);
       for (int64_t i = 0; i < n; i++) value[i] = row[i] + layer.value_at;
       for (int64_t g = 0; g < group;) {
         const int64_t q = (head - begin) * group + g, left = group - g;

@@ -14,11 +14,13 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,10 +100,10 @@ def build(
     read = sorted(SOURCES.glob("*.[ch]*")) if source is None else [source]
     compiler = find_compiler()
     folder, name = folder or cache_folder(), f"{name}-{_key(compiler, flags, read)}.so"
-    executes = _can_execute(folder)
-    if executes and _is_whole(folder / name):
-        return folder / name
     try:
+        executes = _can_execute(folder)
+        if executes and _is_whole(folder / name):
+            return folder / name
         if not executes or not _can_write(folder):
             folder = _temporary_folder()
         with open(folder / "lock", "w") as lock:
@@ -179,11 +181,17 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     names = ("model name", "flags", "CPU part", "Features")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    known = [line for line in lines if line.startswith(names)]
+    if not known:  # other architectures: all but the clock, which changes
+        known = [line for line in lines if not re.search("mhz|bogomips", line, re.IGNORECASE)]
+        known.insert(0, platform.machine())
+    return "\n".join(dict.fromkeys(known))
 
 
 def _compile(command: list[str], files: Sequence[Path], target: Path) -> None:
-    partial = target.with_suffix(f".{os.getpid()}.partial")
+    # Hosts and containers that share the folder may have equal process ids, and locks apart. Not
+    # mkstemp, whose files other users may not read.
+    partial = target.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         _run([*command, "-o", str(partial), *map(str, files)])
         description = _describe(partial)

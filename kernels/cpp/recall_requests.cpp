@@ -27,12 +27,19 @@ extern "C" int64_t store_freed_units(const Layer* layer, const Units* units, int
 namespace {
 
 // Calls `each` with every request and adds up what it returns; -1 if any returns less than 0. With
-// fewer requests than threads, threads share the work within a request.
+// fewer requests than threads, threads share the work within a request. That must not be inside a
+// parallel region, not even one of a single thread: OpenMP would start new threads at each call.
 template <class Request, class Each>
 int64_t for_requests(const Request* requests, int64_t num, Each each) {
-  const bool apart = num > 1 && num >= omp_get_max_threads();
   int64_t total = 0, least = 0;
-#pragma omp parallel for schedule(dynamic) reduction(+ : total) reduction(min : least) if (apart)
+  if (num == 1 || num < omp_get_max_threads()) {
+    for (int64_t i = 0; i < num; i++) {
+      const int64_t found = each(requests[i]);
+      total += found, least = std::min(least, found);
+    }
+    return least < 0 ? -1 : total;
+  }
+#pragma omp parallel for schedule(dynamic) reduction(+ : total) reduction(min : least)
   for (int64_t i = 0; i < num; i++) {
     const int64_t found = each(requests[i]);
     total += found, least = std::min(least, found);

@@ -105,6 +105,20 @@ static inline void turned_keys(const Layer& layer, const T* const* row, const T*
     turn_key<Parts>(row[i], layer.rotation + (int64_t)distance[i] * 2 * half, half, keys + i * W);
   }
 }
+// Rotates keys as fp32 rows of `width`, listed in `turned` and padded like `row`.
+template <class T>
+static inline void turned_rows(const Layer& layer, const T* const* row, const T* const* next,
+                               const int32_t* distance, int64_t n, int64_t width, float* keys,
+                               const float** turned) {
+  for (int64_t i = 0; i < n; i++) {
+    float* to = keys + i * width;
+    if (next) prefetch(next[i], layer.row_size);
+    widen_row(to, row[i], layer.head_size);
+    rotate(layer, to, distance[i]);
+    turned[i] = to;
+  }
+  for (int64_t i = n; i < round_up(n, W); i++) turned[i] = turned[0];
+}
 template <class T>
 static inline void tile_keys(const Layer& layer, const T* const* row, const T* const* next,
                              const int32_t* distance, int64_t n, int64_t width, float* keys) {

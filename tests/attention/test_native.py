@@ -357,12 +357,57 @@ print(build.build(Path({str(folder)!r})))
     assert (tmp_path / "log").read_text() == "compiled\n" * 2
 
 
+def test_every_compile_has_a_file_of_its_own(compiler: Path, tmp_path: Path) -> None:
+    """Containers and hosts that share the folder may have equal process ids, and locks apart."""
+    compiler.write_text(compiler.read_text() + f'echo "$2" >> {tmp_path}/partial\n')
+    for _ in range(2):
+        build.build(tmp_path / "cache").write_text("damaged")
+    first, second = (tmp_path / "partial").read_text().split()
+    assert first != second and Path(first).parent == Path(second).parent == tmp_path / "cache"
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
 def test_compile_error(compiler: Path, tmp_path: Path) -> None:
     script = compiler.read_text().replace("sleep 0.5", "echo 'x.cpp:1: error: odd' >&2; exit 1")
     compiler.write_text(script)
     with pytest.raises(build.BuildError, match=r"failed: x\.cpp:1: error: odd"):
         build.build(tmp_path / "cache")
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+X86 = """processor\t: 0
+model name\t: Some Processor
+cpu MHz\t\t: {clock}
+flags\t\t: fpu sse2 {extension}
+bogomips\t: 5000.00
+"""
+S390X = """vendor_id       : IBM/S390
+# processors    : 2
+bogomips per cpu: {clock}
+features\t: esan3 zarch {extension}
+processor 0: version = 00,  identification = 0133E8,  machine = 8561
+
+cpu number      : 0
+cpu MHz dynamic : {clock}
+"""
+
+
+@pytest.mark.parametrize("cpuinfo", [X86, S390X], ids=["x86", "s390x"])
+def test_processors_have_libraries_of_their_own(
+    cpuinfo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their extensions tell them apart; their clocks change all the time."""
+
+    def processor(extension: str, clock: str) -> str:
+        text = cpuinfo.format(extension=extension, clock=clock)
+        monkeypatch.setattr(build.Path, "read_text", lambda _: text)
+        return build._processor()
+
+    before = processor("one", "2500.113")
+    assert before == processor("one", "3100.902")
+    assert before != processor("another", "2500.113")
+    if cpuinfo == X86:
+        assert before == "model name\t: Some Processor\nflags\t\t: fpu sse2 one"
 
 
 LD = "/usr/bin/ld: cannot find -lomp: No such file or directory"
@@ -450,7 +495,7 @@ def test_two_openmp_runtimes_are_refused() -> None:
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("call", ["flock", "replace"])
+@pytest.mark.parametrize("call", ["flock", "replace", "statvfs"])
 def test_a_cache_that_cannot_be_used(
     call: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,14 @@
 What PyTorch does is compared with the oracle in whole engines (``tests/engine/test_recall.py``).
 """
 
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +20,12 @@ import torch
 from tests.attention.steps import step_of
 from tests.attention.test_launches import calls_in
 from tests.attention.test_paged import PagedLayer, Shape
+from tests.conftest import ROOT
 from tests.cpp_library import CALLS
 from vllm_cascade.attention.cpu.paths import SWITCH
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.engine.recall_memory import unit_shape
+from vllm_cascade.kernels.cpp.build import build
 from vllm_cascade.models.rotary import rotate
 from vllm_cascade.recall.log import CHUNK_UNITS, Log
 from vllm_cascade.recall.stores import Stores
@@ -165,19 +173,70 @@ def compare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert rows is None or same_bytes(rows[at], getattr(layer.pages, stored)[at]), stored
 
 
+def selecting(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A call for the requests that have one new token, which has been made once."""
+    shape, settings = CASES["fp32"]
+    layer = layer_of("native", shape, {**settings, "prefill_stride": 8}, monkeypatch)
+    run(layer, [(60, 60)])
+    table = torch.stack([torch.arange(1, 20), torch.arange(20, 39)]).int()
+    metadata = layer.builder.build(0, step_of([60, 60], lengths, [n > 1 for n in lengths], table))
+    new = NewTokens(*(torch.randn(sum(lengths), heads, shape.head_size) for heads in (4, 2, 2, 4)))
+
+    def selects() -> None:
+        layer.impl.recall.select_for_tokens(metadata.waves[0].singles, new)
+
+    selects()
+    return selects
+
+
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 12)], ids=["both", "one"])
 def test_calls_do_not_grow_with_requests(
     lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer after the first one calls Python as often for two requests that select as for one."""
-    shape, settings = CASES["fp32"]
-    layer = layer_of("native", shape, {**settings, "prefill_stride": 8}, monkeypatch)
-    run(layer, [(36, 36)])
-    table = torch.stack([torch.arange(1, 20), torch.arange(20, 39)]).int()
-    metadata = layer.builder.build(0, step_of([36, 36], lengths, [n > 1 for n in lengths], table))
-    singles, recall = metadata.waves[0].singles, layer.impl.recall
-    new = NewTokens(*(torch.randn(sum(lengths), heads, shape.head_size) for heads in (4, 2, 2, 4)))
-    recall.select_for_tokens(singles, new)
+    selects = selecting(lengths, monkeypatch)
     recalls = CALLS["recalls"]
-    assert calls_in(lambda: recall.select_for_tokens(singles, new)) <= 12
+    assert calls_in(selects) <= 12
     assert CALLS["recalls"] - recalls == lengths.count(1)
+
+
+COUNTER = """
+#include <dlfcn.h>
+#include <pthread.h>
+
+typedef void* (*Work)(void*);
+static int count = 0;
+extern "C" int created() { return count; }
+extern "C" int pthread_create(pthread_t* id, const pthread_attr_t* how, Work work, void* with) {
+  static auto create = (int (*)(pthread_t*, const pthread_attr_t*, Work, void*))dlsym(
+      RTLD_NEXT, "pthread_create");
+  __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
+  return create(id, how, work, with);
+}
+"""
+
+
+def test_threads_that_share_a_request(tmp_path: Path) -> None:
+    """Those of the first call serve all others."""
+    source = tmp_path / "counter.cpp"
+    source.write_text(COUNTER)
+    preload = f"{build(tmp_path, 'counter', source)} {os.environ.get('LD_PRELOAD', '')}"
+    environment = {**os.environ, "LD_PRELOAD": preload, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", f"import {__name__} as this; this.print_threads()"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1] == "0 threads in 5 calls"
+
+
+def print_threads() -> None:
+    """Print how many threads are started by calls for one request."""
+    assert torch.get_num_threads() == 2
+    with pytest.MonkeyPatch.context() as patch:
+        selects = selecting((1, 12), patch)
+    created = ctypes.CDLL(None).created
+    before = created()
+    assert before > 0
+    for _ in range(5):
+        selects()
+    print(created() - before, "threads in 5 calls")

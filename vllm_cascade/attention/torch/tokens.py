@@ -25,6 +25,10 @@ from vllm_cascade.kernels.columns import (
 from vllm_cascade.models.rotary import rotate, signed_rotation
 from vllm_cascade.step.inputs import Singles
 
+KEYS = 256
+"""Keys whose values one product sums. The order of a longer one depends on the number of keys, and
+so on the request with most."""
+
 
 @dataclass(frozen=True)
 class _Words:
@@ -129,7 +133,8 @@ def _attend(
         keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
     logits = torch.matmul(queries, keys.transpose(2, 3)) * layer.scale
-    own = torch.matmul(queries, key.float().unsqueeze(-1)) * layer.scale  # [B, H, G, 1]
+    # Not by matmul, which sums in another order for one request than for several.
+    own = (queries * key.float().unsqueeze(2)).sum(-1, keepdim=True) * layer.scale  # [B, H, G, 1]
     logits = torch.cat([logits, own], dim=-1)
     if singles.logit_scale is not None:
         logits *= singles.logit_scale.view(-1, 1, 1, 1)
@@ -141,7 +146,11 @@ def _attend(
     probs = layer.softmax(logits.unsqueeze(-2)).squeeze(-2)
     # An empty slot has probability 0, but its memory may hold NaN.
     values = values.float().masked_fill(empty.unsqueeze(-1), 0.0)
-    output = torch.matmul(probs[..., :-1], values)
+    output = queries.new_zeros(*queries.shape[:3], layer.value_size)
+    for some, theirs in zip(
+        probs[..., :-1].split(KEYS, dim=-1), values.split(KEYS, dim=2), strict=True
+    ):
+        output += torch.matmul(some, theirs)
     output += probs[..., -1:] * value.float().unsqueeze(2)
     return probs, output.flatten(1, 2)
 
