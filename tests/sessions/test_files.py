@@ -644,6 +644,38 @@ def test_a_state_that_cannot_be_copied(later: bool, has_folder: bool, tmp_path: 
     assert not worker.states and not list(tmp_path.glob(f"*{files.SUFFIX}"))
 
 
+def test_outcomes_of_two_states_with_equal_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is still being written when the other one has been copied: a report has one of them."""
+    Folder(tmp_path).open()
+    worker, index = WorkerSessions(Copies(pools()), tmp_path), SessionIndex(1000, 10**6, 0, ENGINE)
+    begun, goes_on, plain = Event(), Event(), files.write
+
+    def stall(*args: Any) -> str:
+        begun.set()
+        assert goes_on.wait(30)
+        return plain(*args)
+
+    monkeypatch.setattr(files, "write", stall)
+    for n in range(2):
+        index.keep("c", [1, 2], 400, pages=(n,), now=n)
+        worker.execute(index.take_commands())
+        if n == 0:
+            assert begun.wait(30)
+            index.note(worker.take_report())
+            index.clear()
+            worker.execute(index.take_commands())
+    goes_on.set()
+    worker._writer.submit(int).result(30)  # after all writes
+    for _ in range(3):
+        index.note(worker.take_report(), 2)
+    (left,) = index._sessions.values()
+    assert left.in_memory and not left.saving and left.on_disk
+    assert not index.counters.misses and worker._num_reported == worker._num_begun == 4
+    worker.close()
+
+
 def test_no_memory_to_read_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is not damaged, and stays where it is."""
     path = tmp_path / "x.session"

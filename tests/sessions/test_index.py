@@ -412,6 +412,46 @@ def test_a_prompt_state_with_a_second_name_behind_it() -> None:
     assert len(index) == 0
 
 
+def test_a_second_answer_that_is_aborted_leaves_the_first_its_name() -> None:
+    """Its request started from the prompt state that both answers are behind."""
+    index = SessionIndex(1000)
+    prompt = keep(index, [1, 2], aborted=True)
+    more: dict[str, Any] = {"num_prompt": 3, "behind": prompt, "name": "chat"}
+    keep(index, [1, 2, 3, 4], **more)
+    index.restore(session_of(index, [1, 2]), "r", (1, 2), "memory", 0)
+    keep(index, [1, 2, 3, 5], before=prompt, aborted=True, **more)
+    assert index.named("chat") is session_of(index, [1, 2, 3, 4])
+
+
+def test_a_second_answer_leaves_its_prompt_state_in_its_place() -> None:
+    index = SessionIndex(1000)
+    earlier = keep(index, [1], aborted=True)
+    prompt = keep(index, [1, 2], before=earlier, aborted=True)
+    for last in (4, 5):
+        index.restore(session_of(index, [1, 2]), "r", (1, 2), "memory", 0)
+        keep(index, [1, 2, 3, last], num_prompt=3, before=prompt, behind=prompt)
+    assert session_of(index, [1]).continued and not session_of(index, [1, 2]).continued
+
+
+def test_an_answer_spares_its_prompt_state() -> None:
+    """No name pins it before the answer is kept."""
+    index = SessionIndex(memory_bytes=20)
+    prompt = keep(index, [1, 2], aborted=True)
+    keep(index, [7])
+    keep(index, [1, 2, 3, 4], num_prompt=3, behind=prompt, name="chat")
+    assert prompt in index._sessions and len(index) == 2
+
+
+def test_an_answer_that_is_known_learns_its_prompt_state() -> None:
+    index = SessionIndex(1000)
+    keep(index, [1, 2, 3, 4], num_prompt=3, name="chat")
+    prompt = keep(index, [1, 2], aborted=True)
+    keep(index, [1, 2, 3, 4], num_prompt=3, behind=prompt, name="chat")
+    assert [one.id for one in index.parts(session_of(index, [1, 2, 3, 4]))][1:] == [prompt]
+    index.release("chat")
+    assert len(index) == 0 and not index._answers
+
+
 def test_prompt_states_count_among_what_is_pinned() -> None:
     index = SessionIndex(memory_bytes=80)
     for n in range(2):

@@ -175,6 +175,7 @@ class CPU(Device):
         """
         if HAS_TRITON and RUNNER not in os.environ:
             os.environ[RUNNER] = "0"
+            envs.disable_envs_cache()  # an earlier engine of this process may have read it
             logger.info("KV policy: engines on CPUs have Model Runner V1 (%s=0)", RUNNER)
 
     def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:

@@ -241,10 +241,12 @@ class SessionIndex:
         if known is not None and not replaced:
             self._use(known, now)
             known.continued = False
+            if known.behind not in self._sessions:
+                self._put_behind(known, behind)
             self._pin(known, name)
             self._bound_pins(known)
             return known
-        if not self._make_room(num_bytes):
+        if not self._make_room(num_bytes, spared=behind):
             self.counters.misses["memory_full"] += 1
             return None
         if known is not None:
@@ -272,7 +274,7 @@ class SessionIndex:
         for before in itertools.islice(self._chain(session), 1, None):
             if before.continued:
                 break
-            before.continued = True
+            before.continued = before.id != session.behind  # the next turn may go on from that
 
     def _left_to(self, before: str | None, name: str | None) -> str | None:
         """The name that an aborted answer's state gets: none if another session has, or gets, it.
@@ -285,7 +287,9 @@ class SessionIndex:
         owner, complete = self._by_name.get(name), self._sessions.get(before or "")
         if owner is None and complete is None:
             return name
-        if complete is not None and (owner is None or complete not in self._chain(owner)):
+        turns = () if owner is None else self._chain(owner)
+        earlier = {id_ for turn in turns for id_ in (turn.id, turn.behind)}
+        if complete is not None and complete.id not in earlier:
             self._pin(complete, name)
             self._bound_pins(complete)
         return None
@@ -432,19 +436,25 @@ class SessionIndex:
         self._lengths.setdefault(session.context, Counter())[session.num_tokens] += 1
         if session.prompt:
             self._prompts.setdefault(session.context, Counter())[session.prompt] += 1
-        if session.behind:
-            self._answers.setdefault(session.behind, set()).add(session.id)
+        self._put_behind(session, session.behind)
         self.version += 1
+
+    def _put_behind(self, session: Session, prompt: str) -> None:
+        """Note the prompt state before a session's answer; empty: there is none."""
+        if session.behind in self._answers:
+            self._answers[session.behind].discard(session.id)
+            if not self._answers[session.behind]:
+                del self._answers[session.behind]
+        session.behind = prompt
+        if prompt:
+            self._answers.setdefault(prompt, set()).add(session.id)
 
     def _delete(self, session: Session) -> None:
         del self._sessions[session.id]
         _uncount(self._lengths, session.context, session.num_tokens)
         if session.prompt:
             _uncount(self._prompts, session.context, session.prompt)
-        if session.behind:
-            self._answers[session.behind].remove(session.id)
-            if not self._answers[session.behind]:
-                del self._answers[session.behind]
+        self._put_behind(session, "")
         for name in tuple(session.names):
             self._unpin(session, name)
         self.version += 1
@@ -536,11 +546,12 @@ class SessionIndex:
             self._sessions.values(), key=lambda one: (not one.unusable, not one.continued)
         )
 
-    def _make_room(self, num_bytes: int, also_pinned: bool = False) -> bool:
+    def _make_room(self, num_bytes: int, also_pinned: bool = False, spared: str = "") -> bool:
         """Free host memory in the order of ``_leaving``; False if not enough can be freed.
 
         A session that has no file is lost when it leaves the memory. Pinned ones without a file
-        stay, unless ``also_pinned``: a request that waits for a file must not wait for ever.
+        stay, unless ``also_pinned``: a request that waits for a file must not wait for ever. So
+        does the one with the id ``spared``.
         """
         free = self.memory_bytes - self.used["memory"]
         chosen = []
@@ -548,6 +559,8 @@ class SessionIndex:
             if free >= num_bytes:
                 break
             if not session.in_memory or session.waiting or session.writing:
+                continue
+            if session.id == spared:
                 continue
             if session.on_disk or not self._is_pinned(session) or also_pinned:
                 chosen.append(session)

@@ -113,6 +113,7 @@ class WorkerSessions:
         self._pieces = None if folder is None else Pieces(folder, self._ranks.name)
         self._num_begun = 0  # saves, writes and reads
         self._num_reported = 0  # of these
+        self._later: list[Outcome] = []  # a report has one stamp of a session
         self._lock = threading.Lock()
         self._arrived: dict[str, State] = {}
         self._reading: dict[str, int] = {}  # the reads' numbers, by session
@@ -201,7 +202,11 @@ class WorkerSessions:
         report = Report()
         if self._num_reported == self._num_begun or not self._ranks.collects:
             return report
-        for outcome in self._ranks.collect():
+        finished, self._later = [*self._later, *self._ranks.collect()], []
+        for outcome in finished:
+            if report.stamps.get(outcome.id, outcome.stamp) != outcome.stamp:
+                self._later.append(outcome)
+                continue
             self._num_reported += 1
             if outcome.problem == DROPPED:
                 continue
