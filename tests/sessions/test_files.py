@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event, Timer
+from threading import Event, Semaphore, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -647,32 +647,34 @@ def test_a_state_that_cannot_be_copied(later: bool, has_folder: bool, tmp_path: 
 def test_outcomes_of_two_states_with_equal_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is still being written when the other one has been copied: a report has one of them."""
+    """One has been copied, and then the other one's file is complete: a report has one of them."""
     Folder(tmp_path).open()
     worker, index = WorkerSessions(Copies(pools()), tmp_path), SessionIndex(1000, 10**6, 0, ENGINE)
-    begun, goes_on, plain = Event(), Event(), files.write
+    begun, goes_on, plain = Semaphore(0), Semaphore(0), files.write
 
     def stall(*args: Any) -> str:
-        begun.set()
-        assert goes_on.wait(30)
+        begun.release()
+        assert goes_on.acquire(timeout=30)
         return plain(*args)
 
     monkeypatch.setattr(files, "write", stall)
-    for n in range(2):
-        index.keep("c", [1, 2], 400, pages=(n,), now=n)
-        worker.execute(index.take_commands())
-        if n == 0:
-            assert begun.wait(30)
-            index.note(worker.take_report())
-            index.clear()
-            worker.execute(index.take_commands())
-    goes_on.set()
+    index.keep("c", [1, 2], 400, pages=(0,), now=0)
+    worker.execute(index.take_commands())
+    assert begun.acquire(timeout=30)
+    index.note(worker.take_report())
+    index.clear()
+    last = index.keep("c", [1, 2], 400, pages=(1,), now=1)
+    worker.execute(index.take_commands())
+    goes_on.release()
+    assert last is not None and begun.acquire(timeout=30)  # the first file is complete
+    for _ in range(2):
+        index.note(worker.take_report())
+    assert last.in_memory and not last.saving and not last.on_disk
+    goes_on.release()
     worker._writer.submit(int).result(30)  # after all writes
-    for _ in range(3):
-        index.note(worker.take_report(), 2)
-    (left,) = index._sessions.values()
-    assert left.in_memory and not left.saving and left.on_disk
-    assert not index.counters.misses and worker._num_reported == worker._num_begun == 4
+    index.note(worker.take_report())
+    assert last.on_disk and not index.counters.misses
+    assert worker._num_reported == worker._num_begun == 4
     worker.close()
 
 
