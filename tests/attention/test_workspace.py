@@ -224,7 +224,7 @@ def test_masses_of_ranks_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = layer.builder.build(0, common([100] * rows, table))
     forward(layer, metadata, rows)
     (singles,) = metadata.waves[0].decode.singles.values()
-    assert singles.masses is not None and singles.masses.abs().sum() > 0
+    assert singles.masses is not None and (singles.masses != 0).any()  # pages may hold NaN
     assert taken == memory.num_bytes
 
 

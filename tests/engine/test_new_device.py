@@ -172,5 +172,5 @@ def test_a_device_says_everything(name: str) -> None:
     device, contract = DEVICES[name], set(Device.__annotations__)
     assert all(hasattr(device, attribute) for attribute in contract)
     public = {attribute for attribute in dir(device) if not attribute.startswith("_")}
-    methods = {"refusals", "is_current", "facts", "configure", "backends", "restore"}
+    methods = {"refusals", "is_current", "facts", "prepare", "configure", "backends", "restore"}
     assert public == contract | methods
