@@ -30,7 +30,7 @@ from tests.conftest import ROOT
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.sessions import files
+from vllm_cascade.sessions import files, tiers
 from vllm_cascade.sessions import folder as folder_module
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, Unusable, file_name, read, write
@@ -675,6 +675,27 @@ def test_outcomes_of_two_states_with_equal_tokens(
     index.note(worker.take_report())
     assert last.on_disk and not index.counters.misses
     assert worker._num_reported == worker._num_begun == 4
+    worker.close()
+
+
+def test_steps_without_tokens_leave_threads_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they have work; a step with tokens never pauses."""
+    paused: list[float] = []
+    Folder(tmp_path).open()
+    worker, index = WorkerSessions(Copies(pools()), tmp_path), SessionIndex(1000, 10**6, 0, ENGINE)
+    monkeypatch.setattr(tiers.time, "sleep", paused.append)
+    worker.idle()
+    assert not paused
+    index.keep("c", [1, 2], 400, pages=(0,), now=0)
+    worker.execute(index.take_commands())
+    worker.idle()
+    assert paused == [tiers.IDLE_SECONDS]
+    worker._writer.submit(int).result(30)
+    assert worker.take_report().written
+    worker.idle()
+    assert len(paused) == 1
     worker.close()
 
 

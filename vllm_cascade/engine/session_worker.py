@@ -62,6 +62,8 @@ class SessionWorker(_Base):
         """Execute the scheduler's commands. Nothing has followed ``output`` yet."""
         if self._sessions is not None:
             self._sessions.execute(getattr(output, "sessions", ()))
+            if not output.total_num_scheduled_tokens:
+                self._sessions.idle()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         return self._with_report(super().sample_tokens(grammar_output))

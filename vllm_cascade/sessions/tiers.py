@@ -30,6 +30,8 @@ from vllm_cascade.sessions.threads import started, submit
 
 NUM_READERS = 16
 """Files read at a time. A file that takes long delays the others only when so many do."""
+IDLE_SECONDS = 0.001
+"""Pause of a step without tokens while threads have work."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FULL, UNWRITTEN = "full", "unwritten"
 """Problems of a write: the disk has no room, or any other. Where ranks differ, the first counts."""
@@ -171,6 +173,15 @@ class WorkerSessions:
                     self._reading.pop(command.id, None)
         if self._stores is not None:
             self._stores.resume(resumed)
+
+    def idle(self) -> None:
+        """Let threads run in a step without tokens.
+
+        While a request waits for a file, vLLM makes such steps one after another, and would leave
+        threads no time in this process.
+        """
+        if self._num_reported < self._num_begun:
+            time.sleep(IDLE_SECONDS)
 
     def _save(self, command: Command) -> None:
         """Begin to copy pages. Without memory for the copy, the session is dropped."""
