@@ -545,3 +545,23 @@ def test_a_name_after_a_prompt_that_was_read_anew(tmp_path: Path) -> None:
     assert index.counters.hits == {"memory": 1}
     assert named.num_tokens == len(PROMPT) + 3 + 2 + 4 - 1, "the turn that the last one continues"
     scheduler.shutdown()
+
+
+def test_a_next_turn_that_already_waits_starts_from_memory(scheduler: Any) -> None:
+    """Its state is copied in the step that it waits for."""
+    one = add(scheduler, PROMPT)
+    while not one.is_finished():
+        finish_step(scheduler, scheduler.schedule())
+    finish(scheduler, add(scheduler, [*one.all_token_ids, 5]))
+    assert index_of(scheduler).counters.hits == {"memory": 1}
+
+
+def test_pages_that_a_step_fills_from_a_snapshot_are_not_kept() -> None:
+    """The snapshot ends where the prompt state would; workers fill the pages after they save."""
+    scheduler = thinking()
+    for _ in range(2):
+        finish(scheduler, add(scheduler, LONG[:112], hasher=HASHER))
+        kept = states(scheduler)
+        index_of(scheduler).clear()
+    assert scheduler.snapshot_counters.hits == 1 and (STOP, True) not in kept
+    scheduler.shutdown()
