@@ -745,7 +745,8 @@ def test_what_is_dropped_before_it_is_written_leaves_the_memory(
     index.note(report)
     last = index.named("chat")
     assert last is not None and last.on_disk and not index.counters.misses
-    assert len(report.written) == 2 and report.written[1] == last.id
+    # A report has one stamp of a session: the last one may be reported before the first.
+    assert len(report.written) == 2 and last.id in report.written
     worker.close()
     assert worker._num_reported == worker._num_begun == 40  # each was copied and then written
     (entry,) = Folder(tmp_path).entries()[0]
