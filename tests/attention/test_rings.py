@@ -417,7 +417,10 @@ def test_memory() -> None:
     held = sum(t.nbytes for t in (rings.codes, rings.scales, rings.born, rings.token))
     assert (held, rings.rows.nbytes) == (4 * on_device, 4 * on_host)
     check_memory(shape, 4, CPU, (4 * on_device, 4 * on_host))
-    message = r"recall_store 1024 tokens for 4 requests .* GiB {} memory.* at most 1008, or --max-"
+    message = (
+        r"recall_store 1024 tokens for 4 requests .* GiB {} memory.* at most 1008, or "
+        r"recall_memory to at most 0.00[12], or --max-num-seqs to at most 3, or"
+    )
     with pytest.raises(KVPolicyError, match=message.format("of the device's")):
         check_memory(shape, 4, CPU, (4 * on_device - 1, 4 * on_host))
     with pytest.raises(KVPolicyError, match=message.format("of pinned host")):
@@ -452,7 +455,9 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     assert round_up(3 * on_host) == round_up(4 * on_host) == 4 * on_host == 1 << 20
     check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host))
     check_memory(shape, 4, cuda, (4 * on_device, 8 * on_host - 1))
-    message = r"0.0 GiB of pinned host memory.* can be had; .* at most 672, or --max-.* at most 2,"
+    message = (
+        r"0.0 GiB of pinned host memory.* can be had; .* 672, or rec.*, or --max-.* at most 2,"
+    )
     with pytest.raises(KVPolicyError, match=message):
         check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host - 1))
     kept = round_up(3 * chunk_bytes(shape))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -15,12 +16,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from tests.conftest import MODEL
+from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.pool import EnginePool
 from tests.engine.test_metrics import metrics
 from vllm_cascade.engine import configure, recall_memory
 from vllm_cascade.engine.devices import CUDA, DEVICES
-from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.registry import policy_of, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, RECALL_UNIT, KVPolicyError
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.rings import RingMemory, ring_bytes
 
 
 def created(settings: dict[str, Any]) -> VllmConfig:
@@ -120,6 +125,26 @@ def test_free_memory_is_no_part_of_the_key_of_compiled_models(
     assert first == second
     assert (bound == later) is (given is not None)
     assert (created({"name": "sink"}).compute_hash() == first) is (given is None)
+
+
+@pytest.mark.parametrize("device_rings", [0.5, 5, 20, 1000])
+def test_stores_take_a_quarter_of_the_device_at_most(
+    device_rings: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host with much memory does not take that of the model's pages: keys lie on the device."""
+    use_cuda_backend(monkeypatch.setattr)
+    shape = UnitShape(6, 3, 1, 16, 64, torch.float32, 32768 // 16, 8)
+    on_device, on_host = ring_bytes(shape)
+    total = int(4 * device_rings * on_device)
+    monkeypatch.setattr(recall_memory, "_shape_of_config", lambda *_: (shape, True))
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 4000 * on_host)
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: total)
+    bound = bound_of(created({"name": "sink", "recall": 8}))
+    assert bound is not None
+    schedule = compiled(resolve({"name": "sink", "recall": 8, "unit": 16}))
+    rings = RingMemory(schedule, shape, int(bound * 2**30), 256).capacity
+    most = min(max(int(device_rings), 1), 256)
+    assert most / 2 < rings <= most
 
 
 @pytest.mark.parametrize(

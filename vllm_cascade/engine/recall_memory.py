@@ -15,6 +15,7 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
@@ -26,7 +27,10 @@ from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import GIB, RecallMemory, check_one_fits
 
 SHARE = 0.25
-"""Part of the host's available memory that the default of ``recall_memory`` may take."""
+"""Part of the host's available memory, and of a device's, that the default of ``recall_memory`` may
+take."""
+FEW = 4
+"""Fewer requests than this that can recall at a time are worth a warning."""
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
@@ -171,7 +175,8 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
     """Set the default of ``recall_memory``, which depends on host, model and engine.
 
     It is what ``max_num_seqs`` requests of ``max_model_len`` tokens can need, at most ``SHARE`` of
-    the available memory, and no less than one request needs.
+    the available memory, and no less than one request needs. Stores that also take memory of the
+    device take at most ``SHARE`` of that.
 
     Raises:
         KVPolicyError: the memory has no room for the longest request. Without an exact shape the
@@ -187,11 +192,22 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
         one = memory.most_need(longest)
         most = memory.most_bytes(longest, config.scheduler_config.max_num_seqs) * memory.ranks
         share = SHARE * available / (config.parallel_config.data_parallel_size_local or 1)
-        limit = min(most, max(share, memory.bytes_of(one) * memory.ranks))
+        least = memory.bytes_of(one) * memory.ranks
+        limit = max(min(most, share), least)
+        if memory.device_bytes:
+            room = SHARE * current_platform.get_device_total_memory()
+            while limit > least and _device_bytes(shape, policy, limit, config) > room:
+                limit = max(limit / 2, least)  # pinned memory is taken in powers of two
         policy = policy.model_copy(update={"recall_memory": math.ceil(limit * 1000 / GIB) / 1000})
     if is_exact:
         open_memory(shape, policy, config)
     return policy
+
+
+def _device_bytes(shape: UnitShape, policy: Policy, limit: float, config: VllmConfig) -> int:
+    """What stores of at most ``limit`` bytes take on a rank's device."""
+    memory = _count(shape, policy, int(limit), config)
+    return memory.capacity * memory.device_bytes
 
 
 def shortage(policy: Policy) -> str:
@@ -236,15 +252,24 @@ def _count(shape: UnitShape, policy: Policy, limit: int, config: VllmConfig) -> 
 
 
 def log_memory(memory: RecallMemory, policy: Policy, config: VllmConfig) -> None:
-    """Log the bound, and how many of the longest requests fit in it."""
-    most = config.model_config.max_model_len
+    """Log the bound, and how many of the longest requests fit in it; warn if these are few."""
+    most, limits = config.model_config.max_model_len, config.scheduler_config
+    requests = memory.capacity // memory.most_need(most)
     logger.info(
         "KV policy %s: recall may take %.3g GiB of host memory (recall_memory), enough for "
         "%d of the longest requests at once (%d tokens, of which %d stored); --max-num-seqs is %d",
         policy.name,
         memory.limit_bytes / GIB,
-        memory.capacity // memory.most_need(most),
+        requests,
         most,
         min(policy.recall_store, most),
-        config.scheduler_config.max_num_seqs,
+        limits.max_num_seqs,
     )
+    if requests < min(FEW, limits.max_num_seqs):
+        logger.warning(
+            "KV policy %s: recall_memory has room for %d of the longest requests, and further ones "
+            "that evict wait until it is free; raise recall_memory, or lower recall_store (%d)",
+            policy.name,
+            requests,
+            policy.recall_store,
+        )

@@ -64,6 +64,7 @@ class RecallMemory:
         logs: Logs of requests that recall, by name.
         ranks: Tensor-parallel ranks; each has its heads' part of every chunk.
         kept_chunk_bytes: Bytes that a chunk takes in a session of a rank.
+        device_bytes: Bytes of a chunk on a rank's device; 0: all of it is host memory.
 
     Args:
         schedule: The engine's.
@@ -76,7 +77,7 @@ class RecallMemory:
         self, schedule: Schedule, room_bytes: int, chunk_bytes: int, max_num_batched_tokens: int
     ) -> None:
         self.room_bytes, self.chunk_bytes = room_bytes, chunk_bytes
-        self.kept_chunk_bytes = chunk_bytes
+        self.kept_chunk_bytes, self.device_bytes = chunk_bytes, 0
         self.capacity, self.ranks = room_bytes // chunk_bytes, 1
         self._schedule, self._most_tokens = schedule, max_num_batched_tokens
         self._most_units = schedule.policy.recall_store // schedule.unit

@@ -105,6 +105,7 @@ class Rings(UnitStores):
 
     Args:
         num_chunks: chunks of all snapshots; 0: there are none.
+        ranks: tensor-parallel ranks, for messages.
 
     Attributes:
         shape: sizes of the units; a ring holds ``shape.most_units``.
@@ -119,10 +120,15 @@ class Rings(UnitStores):
     """
 
     def __init__(
-        self, shape: UnitShape, num_requests: int, device: torch.device, num_chunks: int = 0
+        self,
+        shape: UnitShape,
+        num_requests: int,
+        device: torch.device,
+        num_chunks: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.shape, self.num_requests, self.device = shape, num_requests, device
-        check_memory(shape, num_requests, device, num_chunks=num_chunks)
+        check_memory(shape, num_requests, device, num_chunks=num_chunks, ranks=ranks)
         places = num_requests * shape.most_units
         keys = (shape.num_layers, shape.num_kv_heads, places, shape.unit)
         pinned, most = device.type == "cuda", num_requests * ring_bytes(shape)[1]
@@ -391,8 +397,9 @@ class RingMemory(RecallMemory):
         keeps_snapshots: bool = False,
     ) -> None:
         room = round_up(room_bytes + 1) // 2
-        super().__init__(schedule, room, ring_bytes(shape)[1], 0)
-        self.capacity = min(self.capacity, most_rings)
+        on_device, on_host = ring_bytes(shape)
+        super().__init__(schedule, room, on_host, 0)
+        self.capacity, self.device_bytes = min(self.capacity, most_rings), on_device
         self._kept: WeakSet[Slip] = WeakSet()
         self.kept_chunk_bytes, self._keeps_snapshots = chunk_bytes(shape), keeps_snapshots
         left = room_bytes - self.bytes_of(self.capacity) if keeps_snapshots else 0
@@ -466,11 +473,13 @@ def check_memory(
     device: torch.device,
     free: tuple[int, int] | None = None,
     num_chunks: int = 0,
+    ranks: int = 1,
 ) -> None:
     """Check that the rings and the chunks of snapshots fit in memory.
 
     Args:
         free: free bytes on device and host; None: measure them.
+        ranks: which share ``recall_memory``.
 
     Raises:
         KVPolicyError: the rings are larger than the free memory of device or host.
@@ -481,8 +490,9 @@ def check_memory(
     if device.type == "cuda":
         kept = round_up(num_chunks * chunk_bytes(shape)) if num_chunks else 0
         free = free[0], round_up(max(free[1] - kept, 0) + 1) // 2
+    rings = ring_bytes(shape)
     for where, one, most in zip(
-        ("of the device's memory", "of pinned host memory"), ring_bytes(shape), free, strict=True
+        ("of the device's memory", "of pinned host memory"), rings, free, strict=True
     ):
         if one * num_requests > most:
             tokens = shape.most_units * shape.unit
@@ -491,9 +501,12 @@ def check_memory(
             if fits >= shape.most_recalled * shape.unit:
                 fixes.append(f"recall_store to at most {fits}")
             if most >= one:
+                least = math.ceil(most // one * rings[1] * ranks * 1000 / 2**30) / 1000
+                fixes.append(f"recall_memory to at most {least:g}")
                 fixes.append(f"--max-num-seqs to at most {most // one}")
             raise KVPolicyError(
                 f"kv_policy: stores of recall_store {tokens} tokens for {num_requests} requests "
-                f"(--max-num-seqs) take {one * num_requests / 2**30:.1f} GiB {where}, and "
+                f"(as many as recall_memory has room for, at most --max-num-seqs) take "
+                f"{one * num_requests / 2**30:.1f} GiB {where}, and "
                 f"{most / 2**30:.1f} GiB can be had; set {', or '.join([*fixes, '--kv-recall 0'])}"
             )

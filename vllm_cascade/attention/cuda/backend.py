@@ -32,7 +32,7 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
     @classmethod
     def make_stores(cls, shape: UnitShape, memory: RecallMemory, device: torch.device) -> Rings:
         assert isinstance(memory, RingMemory)
-        return Rings(shape, memory.capacity, device, memory.num_chunks)
+        return Rings(shape, memory.capacity, device, memory.num_chunks, memory.ranks)
 
     @classmethod
     def count_stores(
