@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.attention import test_paged
 from tests.attention.test_paged import Shape
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.layer import over_ranks
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "median"])
@@ -72,3 +74,30 @@ def test_three_ranks_on_cpus_have_the_same_bits() -> None:
     ]
     found = [rank.communicate(timeout=300)[0].split()[-1] for rank in ranks]
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_maximum_over_cards_goes_through_what_graphs_capture(
+    disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another communicator would take memory that vLLM has not measured."""
+    asked: list[str] = []
+
+    def own(mass: torch.Tensor, op: Any) -> torch.Tensor:
+        asked.append(f"nccl {op}")
+        return mass + 1
+
+    def other(mass: torch.Tensor, op: Any, group: Any) -> None:
+        asked.append(f"torch {op}")
+        mass += 2
+
+    nccl = SimpleNamespace(disabled=disabled, all_reduce=own)
+    group = SimpleNamespace(
+        device_communicator=SimpleNamespace(pynccl_comm=nccl), device_group=None, world_size=2
+    )
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: group)
+    monkeypatch.setattr(torch.distributed, "all_reduce", other)
+    found = over_ranks(torch.zeros(3), "max")
+    most = torch.distributed.ReduceOp.MAX
+    assert asked == [f"{'torch' if disabled else 'nccl'} {most}"]
+    assert found.tolist() == [2 if disabled else 1] * 3

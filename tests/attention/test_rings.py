@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from tests.attention.conftest import use_triton
 from tests.attention.steps import step_of
@@ -464,6 +466,23 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host + kept), num_chunks=3)
     with pytest.raises(KVPolicyError, match=r"of pinned host memory"):
         check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host + kept - 1), num_chunks=3)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_card_that_uses_the_hosts_memory(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its free memory is the host's: keys on the device leave less for rows."""
+    shape = shape_of(16, 64)
+    on_device, on_host = ring_bytes(shape)
+    room = 4 * on_host + on_device
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room, room))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
+    monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda _: shared)
+    check_memory(shape, 1, torch.device("cuda"))
+    if shared:
+        with pytest.raises(KVPolicyError, match="of pinned host memory"):
+            check_memory(shape, 4, torch.device("cuda"))
+    else:
+        check_memory(shape, 4, torch.device("cuda"))
 
 
 def test_whose_rows() -> None:

@@ -670,6 +670,38 @@ def test_a_cards_verdict_holds_for_its_driver(monkeypatch: pytest.MonkeyPatch) -
     assert calls == ["init", "shutdown"]
 
 
+def test_a_card_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jetson has none, and vLLM runs there."""
+
+    class NVMLError(Exception):
+        pass
+
+    def init() -> None:
+        raise NVMLError("NVML Shared Library Not Found")
+
+    nvml = SimpleNamespace(nvmlInit=init, NVMLError=NVMLError)
+    monkeypatch.setattr(devices, "import_pynvml", lambda: nvml)
+    assert devices.driver_version() == "unknown"
+
+
+def test_a_kernel_that_does_not_run_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiler's error alone would not say what to report, and what runs without it."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of resource: shared memory, Required: 74752")
+
+    monkeypatch.setattr(certify.Check, "run", fail)
+    entry = DEVICES["cuda"]
+    monkeypatch.setattr(type(entry), "facts", lambda self: {"card": "none"})
+    message = r"cannot be checked.*RuntimeError: out of resource.*report.*'none'.*--kv-policy full"
+    with pytest.raises(KVPolicyError, match=message):
+        certify.certify(resolve(POLICIES["sink"]), (SHAPE,), entry, CPU)
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_a_failure_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves no verdict behind."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

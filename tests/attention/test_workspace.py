@@ -2,6 +2,7 @@
 """Scratch memory on the device: vLLM's profile sees all of it, and captured graphs keep theirs."""
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -87,6 +88,26 @@ def test_chunks_fit(strides: int, gathered: int, data: st.DataObject) -> None:
         cached = data.draw(st.integers(0, slots))
         rows = data.draw(st.integers(1, strides))
         assert size_of(workspace.chunk_shapes(rows, query, HEADS, cached, None)) <= size_of(worst)
+
+
+@pytest.mark.parametrize("requests", [1, 3, 12, 40])
+def test_single_tokens_fit(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's cached tokens are attended in more parts where fewer rows decode."""
+    layer, _ = layer_of(CASCADE | {"recall": 0}, monkeypatch, requests, rings=1)
+    monkeypatch.setattr(layers, "attend_splits", splits_of)
+    monkeypatch.setattr(workspace, "MOST_GATHERED", 1)  # strides take little
+    query, heads = torch.empty(1, HEADS * GROUP, SIZE), HEADS * GROUP
+    layer.impl._config = None  # one rank
+    most, _ = layer.impl._worst(layer.policy, limits(8, requests), query, 48)
+    for rows in range(1, requests + 1):
+        splits = splits_of(CPU, rows, 0, 0)
+        needed = workspace.worst_singles(rows, heads, splits, SIZE, 0, 1)
+        assert size_of(needed) <= most
+
+
+def splits_of(_: torch.device, rows: int, programs: int, slots: int) -> int:
+    """As on a card with 132 multiprocessors."""
+    return 1 << max(math.ceil(math.log2(132 * 8 / rows)), 0)
 
 
 @pytest.mark.parametrize("head_policy", ["homogeneous", "per_kv_head"])

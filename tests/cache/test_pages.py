@@ -2,6 +2,7 @@
 """Pages: sizes, counts, reservation, and the numbers in a page's tail."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_cascade.cache.layout import page_views
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 
 
@@ -83,6 +85,37 @@ def test_bounds_that_vllm_asks_for() -> None:
     short = SimpleNamespace(model_config=SimpleNamespace(max_model_len=20))
     assert s.max_memory_usage_bytes(short) == 2 * s.page_size_bytes
     assert not s.prefix_cacheable and not s.uses_slot_mapping
+
+
+UNITS = {"num_sinks": 16, "unit": 16, "recall": 8, "prefill_stride": 16}
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize(
+    ("engine", "asked"),
+    [
+        ({"budget": 256, "eager_fill": False}, {"kv_policy": "sink"}),
+        ({"budget": 256, **UNITS}, {"kv_budget": 192}),
+        ({"budget": 256, **UNITS}, {"kv_recall": 2}),
+        ({"budget": 256, **UNITS, "keep_prompt": 128}, {}),
+        ({"budget": 96, "keep_prompt": 60, "overflow": 30}, {"kv_policy": "window"}),
+    ],
+    ids=["fills up sooner", "evicts sooner", "recalls less", "kept prompts", "overflow"],
+)
+def test_a_table_has_room_for_every_request(
+    engine: dict[str, Any], asked: dict[str, Any], block_size: int
+) -> None:
+    """vLLM's runners raise where a request's pages exceed its row, and that ends the engine."""
+    own = spec(block_size, **engine)
+    requests = PerRequest(own.schedule)
+    more = 0
+    for prompt_len in (1, 20, 50, 100, 300):
+        schedule = requests.schedule(asked, prompt_len)
+        for num in range(1, own.policy.capacity + 100):
+            width = own.max_num_blocks_per_req(None, num)
+            assert own.num_pages(num, schedule) <= width <= own.most_pages
+            more += own.num_pages(num, schedule) > own.num_pages(num)
+    assert more or block_size > 16 or "kv_recall" in asked or "overflow" in engine
 
 
 def test_registered_beside_vllms_own() -> None:

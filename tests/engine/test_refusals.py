@@ -20,6 +20,7 @@ from vllm import envs
 from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
 from vllm.config import vllm as vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
 
 from tests.conftest import MODEL
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
@@ -384,6 +385,13 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--pipeline-parallel-size must be 1",
     ),
+    "whole pictures beside shared caches": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2)),
+            scheduler_config=SimpleNamespace(disable_chunked_mm_input=True),
+        ),
+        "--disable-chunked-mm-input cannot",
+    ),
     "fast prefill": (
         SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True)),
         "--kv-sharing-fast-prefill",
@@ -455,7 +463,7 @@ def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
 
 
 def test_the_list_is_complete() -> None:
-    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA) | {RULES_ON_CUDA}
+    on_cuda = {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, RULES_ON_CUDA, OLD_CARDS}
     tested = set(SETTINGS) | set(MODELS) | set(FAKED) | on_cuda | ENVIRONMENT
     assert tested == {entry.name for device in DEVICES.values() for entry in device.refusals}
 
@@ -467,7 +475,7 @@ def refusal_of(name: str, device: str = "cpu") -> Refusal:
 
 def test_the_device_of_another_platform_is_not_asked() -> None:
     elsewhere = {entry.name for entry in DEVICES["cuda"].own_refusals}
-    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA) | set(VARIABLES_ON_CUDA) | {RULES_ON_CUDA}
+    on_cuda = {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, RULES_ON_CUDA, OLD_CARDS}
     assert elsewhere == on_cuda
     assert not elsewhere & {entry.name for entry in DEVICES["cpu"].refusals}
 
@@ -693,6 +701,20 @@ def test_recall_on_cuda_needs_nothing_else() -> None:
 
 
 RULES_ON_CUDA = "rules of kept prompts on CUDA"
+OLD_CARDS = "old cards"
+
+
+@pytest.mark.parametrize(
+    ("card", "is_old"), [((7, 5), True), ((8, 0), False), ((12, 1), False), (None, False)]
+)
+def test_cards_that_no_kernel_is_compiled_for(
+    card: tuple[int, int] | None, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = None if card is None else DeviceCapability(*card)
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda: capability)
+    refusal = refusal_of(OLD_CARDS, "cuda")
+    assert refusal.applies(SimpleNamespace(), resolve({"name": "sink"})) is is_old
+    assert "compute capability 8.0" in refusal.message and "--kv-policy full" in refusal.message
 
 
 def test_rules_of_kept_prompts_must_fit() -> None:

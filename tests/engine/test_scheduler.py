@@ -2,6 +2,7 @@
 """Prompt chunks end where strides end, under sync and async scheduling, and pages suffice."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -346,12 +347,18 @@ def with_pictures(name: str, prompt: int, *pictures: tuple[int, int], own: bool 
 class Encoding:
     """A scheduler of prompts with pictures that checks the encoder's budget and cache.
 
+    Args:
+        ahead: tokens after a chunk that a drafting model reads in the same step.
+
     Attributes:
         ends: of each request, where its chunks end.
     """
 
-    def __init__(self, most: int, cls: type = KVPolicyScheduler, **kwargs: Any) -> None:
+    def __init__(
+        self, most: int, cls: type = KVPolicyScheduler, ahead: int = 0, **kwargs: Any
+    ) -> None:
         self.scheduler = make_scheduler(cls, 60, max_num_batched_tokens=most, **kwargs)
+        self.scheduler.num_prefill_lookahead = ahead
         self.budget = self.scheduler.max_num_encoder_input_tokens = most
         self.cache = self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=most)
         self.ends: dict[str, list[int]] = {}
@@ -445,6 +452,34 @@ def test_pictures_in_one_piece() -> None:
     encoding = Encoding(120, disable_chunked_mm_input=True)
     encoding.run(with_pictures("a", 300, (10, 100), (150, 110)))
     assert encoding.ends["a"][-2:] == [300, 301]
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6))
+def test_prompts_with_pictures_in_one_piece_end(seed: int) -> None:
+    """No chunk reaches into a picture and ends there, also where a drafting model reads ahead.
+
+    vLLM 0.32 itself divides a picture at which a chunk begins.
+    """
+    rng = random.Random(seed)
+    ahead = rng.choice([0, 1])
+    encoding = Encoding(
+        rng.choice([100, 256]), rng.choice(SCHEDULERS), ahead, disable_chunked_mm_input=True
+    )
+    requests = []
+    for i in range(rng.randint(1, 6)):
+        pictures, end = [], 0
+        for _ in range(rng.randint(0, 4)):
+            offset = end + rng.randint(0, 40)
+            end = offset + rng.choice([3, 20, 70, rng.randint(1, encoding.budget - ahead)])
+            pictures.append((offset, end - offset))
+        requests.append(with_pictures(f"r{i}", end + rng.randint(1, 60), *pictures))
+    encoding.run(*requests)
+    for item in requests:
+        places = [feature.mm_position for feature in item.mm_features]
+        ends = encoding.ends[item.request_id]
+        for begin, end in pairwise([0, *ends]):
+            assert not any(begin < p.offset < end < p.offset + p.length for p in places)
 
 
 @settings(deadline=None, max_examples=60)

@@ -7,6 +7,7 @@ it changes pages. Memory that may be used again is spoiled.
 
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,3 +188,19 @@ def test_at_random_as_plain_copies() -> None:
     assert len(saved) > 50
     for one, other in saved:
         assert all(map(torch.equal, one.result(), other.result()))
+
+
+def test_the_thread_of_copies_uses_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's device is the first one until it sets another: a context there takes memory."""
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: used.append((threading.current_thread().name, device)),
+    )
+    one = torch.device("cuda", 1)
+    copies = StreamCopies([SimpleNamespace(device=one)], LateStream())  # type: ignore
+    copies.close()
+    assert used == [("kv-sessions-copies_0", one)]
+    StreamCopies([torch.zeros(2, 64)], LateStream()).close()  # type: ignore
+    assert len(used) == 1, "on the CPU there is none"

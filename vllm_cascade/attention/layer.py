@@ -165,7 +165,8 @@ def over_ranks(mass: torch.Tensor, reduction: str) -> torch.Tensor:
     """Reduce a tensor over all tensor-parallel ranks by ``mean`` or ``max``; the same bits on all.
 
     vLLM's sum on CPUs begins with a rank's own part, so sums of three ranks differ in the last bit.
-    There all ranks get all parts and add them in the order of ranks.
+    There all ranks get all parts and add them in the order of ranks. On CUDA the maximum goes
+    through the communicator that vLLM captures in graphs; its memory is allocated at start.
     """
     from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
@@ -175,5 +176,8 @@ def over_ranks(mass: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction == "mean":
         return tensor_model_parallel_all_reduce(mass) / group.world_size
     most = torch.distributed.ReduceOp.MAX
+    nccl = getattr(group.device_communicator, "pynccl_comm", None)
+    if nccl is not None and not nccl.disabled:
+        return nccl.all_reduce(mass, op=most)
     torch.distributed.all_reduce(mass, op=most, group=group.device_group)
     return mass

@@ -230,7 +230,13 @@ class KVPolicySpec(AttentionSpec):
         return cdiv(self.policy.capacity, self.page_slots)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        return self.num_pages(max_len)
+        """Pages of any request of ``max_len`` tokens, whatever policy it sets.
+
+        Its policy may fill up sooner than the engine's, or evict sooner and recall.
+        """
+        kinds = (kind.slots for kind in self.kinds)
+        slots = min(kinds, default=self.page_slots)
+        return min(cdiv(max_len + self.engine_schedule.unit, slots), self.most_pages)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes

@@ -174,6 +174,7 @@ def certify(
         *(policy.name, checked.budget, "; ".join(map(LayerShape.label, left))),
     )
     rows: dict[LayerShape, list[Row]] = {}
+    issue = f"Please report this message with {_facts(entry)} as an issue of vllm-cascade; "
     try:
         backend, repeats = resolve_name(entry.backend), entry.check_repeats
         for shape in left:
@@ -181,9 +182,15 @@ def certify(
     except Mismatch as error:
         raise KVPolicyError(
             f"the kernels of this device do not agree with PyTorch, so the engine does not start: "
-            f"{error}. Please report this message with {_facts(entry)} as an issue of "
-            "vllm-cascade; --kv-policy full runs stock vLLM"
+            f"{error}. {issue}--kv-policy full runs stock vLLM"
         ) from None
+    except KVPolicyError:
+        raise
+    except Exception as error:  # a compiler's, a driver's
+        raise KVPolicyError(
+            f"the kernels of this device cannot be checked, so the engine does not start: "
+            f"{type(error).__name__}: {error}. {issue}--kv-policy full runs stock vLLM"
+        ) from error
     seconds = time.monotonic() - begin
     all_rows = [row for found in rows.values() for row in found]
     logger.info(

@@ -9,6 +9,7 @@ from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
@@ -34,6 +35,9 @@ KIMI_DELTA = ("AliceAIForCausalLM",)
 
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with gated delta nets, by ``model_type``."""
+
+OLDEST_CARD = DeviceCapability(8, 0)
+"""Compute capability of the oldest cards that kernels are compiled for."""
 
 
 class Device:
@@ -208,6 +212,15 @@ class CUDA(Device):
     check_repeats = 10
     own_refusals = (
         Refusal(
+            "old cards",
+            lambda *_: (
+                (card := current_platform.get_device_capability()) is not None
+                and card < OLDEST_CARD
+            ),
+            f"the kernels of KV policies are compiled for cards of compute capability "
+            f"{OLDEST_CARD.as_version_str()} and newer (Ampere); use --kv-policy full on this one",
+        ),
+        Refusal(
             "attention backend",
             lambda config, _: (
                 config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
@@ -350,9 +363,12 @@ def this_device() -> Device:
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version, from NVML."""
+    """The NVIDIA driver's version, from NVML; ``unknown`` where NVML is missing (Jetson)."""
     nvml = import_pynvml()
-    nvml.nvmlInit()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return "unknown"
     try:
         return str(nvml.nvmlSystemGetDriverVersion())
     finally:

@@ -43,10 +43,16 @@ def release_unreached(
             cache.free_encoder_input(request, i)
 
 
-def whole_input(request: Request, start: int, most: int) -> int:
-    """Tokens of the input that begins at ``start``; 0: there is none of at most ``most`` tokens.
+def whole_input(request: Request, start: int, most: int, ahead: int) -> int:
+    """Tokens from ``start`` to the end of the input there; 0: there is none, or too long a one.
 
-    With ``--disable-chunked-mm-input`` vLLM 0.33 gives a request no chunk that ends inside it.
+    With ``--disable-chunked-mm-input`` vLLM gives a request no chunk that ends inside an input, and
+    ends chunks ``ahead`` tokens before it.
+
+    Args:
+        most: largest chunk.
+        ahead: tokens after a chunk that a drafting model reads in the same step.
     """
     places = [feature.mm_position for feature in request.mm_features]
-    return max((p.length for p in places if p.offset == start and p.length <= most), default=0)
+    here = (p.offset + p.length - start for p in places if start <= p.offset <= start + ahead)
+    return max((length for length in here if length <= most), default=0)

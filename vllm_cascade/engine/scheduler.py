@@ -192,7 +192,8 @@ class _StrideAligned(_Base):
                 "or lower --kv-budget or --max-model-len"
             )
         requests = self.scheduler_config.max_num_seqs
-        if (most := requests * need) < have:
+        pages = spec.max_num_blocks_per_req(self.vllm_config, self.max_model_len)
+        if (most := requests * (pages + len(self._states))) < have:
             ranks = self.parallel_config.tensor_parallel_size
             page = page_bytes(self.vllm_config, self.kv_cache_config, spec) // ranks
             logger.info(
@@ -265,7 +266,8 @@ class _StrideAligned(_Base):
         stops = self._prompt_stops(request) if start < prompt_len else ()
         chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
         if self.scheduler_config.disable_chunked_mm_input:
-            chunk = max(chunk, whole_input(request, start, num_new_tokens))
+            ahead = self.num_prefill_lookahead
+            chunk = max(chunk, whole_input(request, start, num_new_tokens, ahead))
         if not self._shares_caches:
             return chunk
         # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
@@ -295,6 +297,8 @@ class _StrideAligned(_Base):
         chosen = choose(request, start, num_new_tokens, *rest)
         cut, prompt_len = chosen[1], request.num_prompt_tokens
         chunk = aligned_chunk(start, cut, prompt_len, self._stride)
+        if self.scheduler_config.disable_chunked_mm_input:
+            chunk = max(chunk, whole_input(request, start, cut, shift_computed_tokens))
         if cut == num_new_tokens or chunk == cut:
             return chosen
         if chunk == 0:

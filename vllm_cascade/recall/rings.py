@@ -26,6 +26,7 @@ from weakref import WeakSet
 import numpy as np
 import psutil
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.log import logger
@@ -484,13 +485,15 @@ def check_memory(
     Raises:
         KVPolicyError: the rings are larger than the free memory of device or host.
     """
+    rings = ring_bytes(shape)
     if free is None:
         host = psutil.virtual_memory().available
         free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, host)
+        if device.type == "cuda" and current_platform.is_integrated_gpu(device.index or 0):
+            free = free[0], min(free) - rings[0] * num_requests  # both are the same memory
     if device.type == "cuda":
         kept = round_up(num_chunks * chunk_bytes(shape)) if num_chunks else 0
         free = free[0], round_up(max(free[1] - kept, 0) + 1) // 2
-    rings = ring_bytes(shape)
     for where, one, most in zip(
         ("of the device's memory", "of pinned host memory"), rings, free, strict=True
     ):

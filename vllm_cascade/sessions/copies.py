@@ -106,7 +106,7 @@ class StreamCopies(Copies):
         self._side = SideStream(self._device) if side is None else side
         self._staged: deque[tuple[Any, torch.Tensor]] = deque()  # until their copies are done
         self._moving: deque[tuple[Future[Tensors], int]] = deque()  # and bytes of pinned memory
-        self._thread = started(1, "kv-sessions-copies")
+        self._thread = started(1, "kv-sessions-copies", self._use_device)
 
     def save(self, blocks: Sequence[int]) -> Future[Tensors]:
         index = self._sent(blocks)
@@ -143,6 +143,11 @@ class StreamCopies(Copies):
 
     def close(self) -> None:
         self._thread.shutdown()
+
+    def _use_device(self) -> None:
+        """Let a thread wait for this device's events. Else it opens a context on the first one."""
+        if self._pinned:
+            torch.cuda.set_device(self._device)
 
     def _sent(self, blocks: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._pinned)

@@ -10,9 +10,13 @@ from vllm_cascade.log import logger
 Given = ParamSpec("Given")
 
 
-def started(most: int, name: str) -> ThreadPoolExecutor:
-    """A pool of which one thread runs from the beginning, so that all work is done some time."""
-    pool = ThreadPoolExecutor(most, name)
+def started(most: int, name: str, begin: Callable[[], object] | None = None) -> ThreadPoolExecutor:
+    """A pool of which one thread runs from the beginning, so that all work is done some time.
+
+    Args:
+        begin: called first in each thread.
+    """
+    pool = ThreadPoolExecutor(most, name, begin)
     pool.submit(int)
     return pool
 

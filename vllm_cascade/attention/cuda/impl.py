@@ -144,12 +144,16 @@ class TritonKVPolicyImpl(SharingImpl):
         """Bytes and counters that any step of this layer needs; ``slots``: of a request."""
         num, heads, kv_heads = limits.max_num_seqs, self.num_heads, self.num_kv_heads
         worst = worst_shapes(policy, limits, query, kv_heads, self.least_part, self.latent, slots)
-        splits = attend_splits(query.device, num, self._decode_programs, slots)
         size = self.latent or self.head_size
         sets = kv_heads if policy.head_policy == "per_kv_head" else 1
         scored = slots if policy.uses_attention else 0
         ranks = 1 if self._config is None else self._config.parallel_config.tensor_parallel_size
-        singles = worst_singles(num, heads, splits, size, scored, sets, ranks)
+        # A row's parts are a power of two, so fewer rows can have more parts in all.
+        parts = max(
+            rows * attend_splits(query.device, rows, self._decode_programs, slots)
+            for rows in range(1, num + 1)
+        )
+        singles = worst_singles(num, heads, -(-parts // num), size, scored, sets, ranks)
         strides = limits.max_num_batched_tokens // policy.prefill_stride + num
         chunks = worst_chunks(strides, query, kv_heads, slots, self.latent)
         recalled = worst_recall(policy, num, heads, sets, self.head_size)
