@@ -4,6 +4,7 @@
 import pickle
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from vllm.config import VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.conftest import MODEL
 from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.pool import EnginePool
 from tests.engine.test_metrics import metrics
 from vllm_cascade.engine import configure, recall_memory
+from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
 from vllm_cascade.engine.devices import CUDA, DEVICES
 from vllm_cascade.policies.registry import policy_of, resolve
 from vllm_cascade.policies.schedule import compiled
@@ -98,6 +101,63 @@ def test_a_host_without_the_memory(
     warnings.clear()
     assert resolved({"name": "sink", "recall": 4})["recall"] == 4
     assert "requests that fill it would run out of memory" in warnings.text
+
+
+def test_a_pool_and_sessions_leave_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicted units come later than the pool, and would end the server without memory."""
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 8 << 30)
+    found = []
+    for sessions, pool in ((0, 0), (0, 2), (2, 2), (2, 2.5)):
+        own = {"kv_sessions": True, "kv_sessions_memory": float(sessions)} if sessions else {}
+        arguments = EngineArgs(
+            model=str(MODEL),
+            block_size=32,
+            max_model_len=100_000,
+            max_num_seqs=1000,
+            kv_cache_memory_bytes=int(pool * 2**30) or None,
+            additional_config={"kv_policy": {"name": "sink"}, **own},
+        )
+        found.append(bound_of(arguments.create_engine_config()))
+    assert found == [2.0, 1.5, 1.0, 0.875], "a quarter of the rest"
+
+
+class Stock:
+    """vLLM's worker, which gives the pool 10 GiB."""
+
+    def determine_available_memory(self) -> int:
+        return 10 << 30
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "left"),
+    [
+        ({"recall_memory": 3.0}, 1, 7),
+        ({"recall_memory": 3.0, "recall": 0}, 1, 10),
+        ({"recall_memory": 3.0, "sessions": 2.0}, 1, 5),
+        ({"recall_memory": 3.0, "sessions": 2.0}, 2, 7.5),
+        ({"recall_memory": 3.0, "pool": 10 << 30}, 1, 10),
+        ({"recall_memory": 8.0, "sessions": 2.0}, 1, None),
+    ],
+)
+def test_the_pool_leaves_room(
+    given: dict[str, Any], ranks: int, left: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's worker gives the pool all of its share of the host's memory."""
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", Stock.determine_available_memory)
+    given = {"recall": 8, **given}
+    sessions, pool = given.pop("sessions", None), given.pop("pool", None)
+    policy = {"name": "sink", **resolve({"name": "sink", "unit": 16, **given}).model_dump()}
+    own = {} if sessions is None else {"kv_sessions": True, "kv_sessions_memory": sessions}
+    parallel = SimpleNamespace(world_size=ranks)
+    worker = object.__new__(CPUKVPolicyWorker)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=pool)
+    worker.parallel_config = parallel
+    worker.vllm_config = SimpleNamespace(additional_config={"kv_policy": policy, **own})
+    if left is None:
+        with pytest.raises(KVPolicyError, match=r"has 10 GiB .* recall_memory .* take 10 GiB"):
+            worker.determine_available_memory()
+    else:
+        assert worker.determine_available_memory() == left * 2**30
 
 
 def bound_of(config: VllmConfig) -> float | None:

@@ -151,14 +151,14 @@ def _policy(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> Po
     units = this_device().default_recall
     if not units or "recall" in raw or "preset" in raw:
         policy = _checked(raw, config, positions)
-        if lack := shortage(policy):
+        if lack := shortage(policy, config):
             logger.warning("KV policy: %s; requests that fill it would run out of memory", lack)
         return policy
     recalling = copy(raw)  # with the names of its keys
     recalling["recall"] = units
     try:
         policy = _checked(recalling, config, positions)
-        why_not = shortage(policy)
+        why_not = shortage(policy, config)
         if not why_not:
             return policy
     except KVPolicyError as error:

@@ -61,6 +61,7 @@ class Device:
         own_refusals: what this device cannot run. The first that applies is raised.
         default_recall: units that are recalled if nothing is said about it.
         session_copies: class of copies between pages and sessions in host memory.
+        pages_on_host: whether pages lie in the host's memory, beside evicted units.
         default_check: ``--kv-policy-check`` where it is not given.
         check_repeats: runs of a step that must give the same bytes in that check.
     """
@@ -77,6 +78,7 @@ class Device:
     own_refusals: ClassVar[tuple[Refusal, ...]] = ()
     default_recall: ClassVar[int] = 0
     session_copies: ClassVar[type[Copies]] = Copies
+    pages_on_host: ClassVar[bool] = False
     default_check: ClassVar[str] = "off"
     check_repeats: ClassVar[int] = 2
 
@@ -129,6 +131,7 @@ class CPU(Device):
     """C++ or PyTorch kernels; Model Runner V1."""
 
     name = "cpu"
+    pages_on_host = True
     stock_worker = "vllm.v1.worker.cpu_worker.CPUWorker"
     worker = "vllm_cascade.engine.cpu_worker.CPUKVPolicyWorker"
     slot = AttentionBackendEnum.CPU_ATTN  # the CPU platform knows no other

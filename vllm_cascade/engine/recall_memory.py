@@ -22,9 +22,11 @@ from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import GIB, RecallMemory, check_one_fits
+from vllm_cascade.sessions.settings import SessionSettings
 
 SHARE = 0.25
 """Part of the host's available memory, and of a device's, that the default of ``recall_memory`` may
@@ -62,6 +64,23 @@ def available_bytes() -> int:
         except (OSError, ValueError, KeyError):  # no such control group, or no limit ("max")
             continue
     return free
+
+
+def _free_bytes(config: VllmConfig) -> int:
+    """Host memory beside that of a pool of a given size, and of sessions."""
+    sessions = SessionSettings.of(config.additional_config)
+    pool = config.cache_config.kv_cache_memory_bytes if this_device().pages_on_host else None
+    taken = (pool or 0) + (0 if sessions is None else sessions.memory_bytes)
+    return max(available_bytes() - taken, 0)
+
+
+def promised_bytes(config: VllmConfig) -> int:
+    """Host memory that evicted units and sessions of an engine may take later."""
+    policy, sessions = policy_of(config.additional_config), None
+    if policy is not None:
+        sessions = SessionSettings.of(config.additional_config)
+    recall = 0.0 if policy is None or not policy.recall else policy.recall_memory or 0.0
+    return int(recall * GIB) + (0 if sessions is None else sessions.memory_bytes)
 
 
 def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
@@ -185,7 +204,7 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
     if not policy.recall:
         return policy
     shape, is_exact = _shape_of_config(config, policy)
-    available = available_bytes()
+    available = _free_bytes(config)
     if policy.recall_memory is None:
         memory = _count(shape, policy, available, config)
         longest = config.model_config.max_model_len
@@ -210,14 +229,14 @@ def _device_bytes(shape: UnitShape, policy: Policy, limit: float, config: VllmCo
     return memory.capacity * memory.device_bytes
 
 
-def shortage(policy: Policy) -> str:
+def shortage(policy: Policy, config: VllmConfig) -> str:
     """What the host lacks for ``policy.recall_memory``; empty if there is enough."""
-    available = available_bytes()
+    available = _free_bytes(config)
     if not policy.recall or (policy.recall_memory or 0) * GIB <= available:
         return ""
     return (
         f"recall_memory {policy.recall_memory:.3g} GiB is more than the {available / GIB:.3g} GiB "
-        "of host memory that are available"
+        "of host memory that are available beside --kv-cache-memory-bytes and --kv-sessions-memory"
     )
 
 
