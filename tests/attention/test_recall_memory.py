@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory of recall as the scheduler counts it: against plain counts and a worker's logs."""
 
+import mmap
 import re
 import subprocess
 import sys
@@ -244,6 +245,17 @@ def test_quantised_caches_keep_their_codes() -> None:
     spec = PagedLayer(Shape(), settings, 2).spec
     assert unit_shape(spec, 3).in_8_bits
     assert not unit_shape(replace(spec, dtype=torch.uint8), 3).in_8_bits
+
+
+def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that ends the engine says what to set."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", fail)
+    with pytest.raises(MemoryError, match=r"Cannot allocate memory.*lower recall_memory"):
+        new_block((((4, 4), torch.float32),))
 
 
 def test_rings_are_counted_as_a_whole() -> None:

@@ -36,9 +36,19 @@ def block_bytes(layout: Layout) -> int:
 
 
 def new_block(layout: Layout) -> np.ndarray:
-    """A block of zeros, uint8 ``[block_bytes]``. Its mapping ends with the last view of it."""
+    """A block of zeros, uint8 ``[block_bytes]``. Its mapping ends with the last view of it.
+
+    Raises:
+        MemoryError: the system refuses memory (``ulimit -v``, ``vm.overcommit_memory``).
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, block_bytes(layout), flags=flags)
+    try:
+        mapping = mmap.mmap(-1, block_bytes(layout), flags=flags)
+    except OSError as error:
+        raise MemoryError(
+            f"kv_policy: no memory for evicted units ({error}); lower recall_memory or "
+            "recall_store, or set --kv-recall 0"
+        ) from error
     with suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, dtype=np.uint8)

@@ -116,7 +116,7 @@ class Stores(UnitStores):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in use, by the last step too. Shared chunks count once."""
+        """Bytes of host memory in use, also by sessions. Shared chunks count once."""
         return len(self._live) * self.shape.chunk_bytes
 
     @property
