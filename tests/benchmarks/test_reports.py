@@ -65,8 +65,14 @@ def test_cells() -> None:
 def test_a_result_says_what_was_kept_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for taken_up, said in ((0, " s.\n"), (3, " s, 3 of 8 items kept from before.\n")):
+    for taken_up, commits, said in (
+        (0, {}, " s.\n"),
+        (3, {}, " s, 3 of 8 items kept from before.\n"),
+        (3, {"0123456789ab": 1, "abcdefabcdef+": 2},
+         " s, 3 of 8 items kept from before (0123456789, abcdefabcd+).\n"),
+    ):  # fmt: skip
         monkeypatch.setattr(results.arms, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
+        monkeypatch.setattr(results.arms, "COMMITS", Counter(commits))
         results.finish(Namespace(out=tmp_path / "one.json"), [], [table()])
         assert said in results.fill("<!-- result one -->\n<!-- end -->\n", tmp_path)
 
