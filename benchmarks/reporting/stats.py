@@ -130,19 +130,3 @@ def position_bins(longest: int) -> list[tuple[int, int]]:
     return [
         (begin, min(end, longest)) for begin, end in itertools.pairwise(edges) if begin < longest
     ]
-
-
-def curve(
-    nll: Sequence[np.ndarray], bins: Sequence[tuple[int, int]]
-) -> list[tuple[float, int] | None]:
-    """Mean NLL and tokens at each range of positions; None where no document reaches.
-
-    Args:
-        nll: per document, NaN where a token is not scored; entry ``i`` is token ``i + 1``.
-    """
-    made: list[tuple[float, int] | None] = []
-    for begin, end in bins:
-        part = np.concatenate([document[max(begin - 1, 0) : end - 1] for document in nll])
-        part = part[~np.isnan(part)]
-        made.append((float(part.mean()), len(part)) if len(part) else None)
-    return made
