@@ -20,6 +20,7 @@ from benchmarks.throughput import (
     WARM_UP,
     arms,
     cells,
+    kv_bytes_per_token,
     parse_args,
     pool_bytes,
     rounds,
@@ -220,6 +221,20 @@ def test_server_arguments_may_be_quoted() -> None:
     ]  # fmt: skip
     with pytest.raises(SystemExit):
         throughput.parse_args(["--server-args", "--hf-overrides '{"])
+
+
+@pytest.mark.parametrize("name", ["Gemma3Config", "Llama4Config", "LlamaConfig"])
+def test_keys_and_values_of_a_token_are_the_language_models(name: str, tmp_path: Path) -> None:
+    """Models that also read pictures have these sizes one level deeper."""
+    import transformers
+
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}
+    config = getattr(transformers, name)
+    (config(**sizes) if name == "LlamaConfig" else config(text_config=sizes)).save_pretrained(
+        tmp_path
+    )
+    assert kv_bytes_per_token(str(tmp_path)) == 2 * 3 * 2 * 64 * 2, "bfloat16 unless said"
+    assert kv_bytes_per_token(str(tmp_path), "float32") == 2 * 3 * 2 * 64 * 4
 
 
 def test_pools() -> None:
