@@ -61,6 +61,15 @@ def paired_difference(
     return Difference(mean, low, high, len(units))
 
 
+def ratio(sums: Sequence[float], sizes: Sequence[float]) -> tuple[float, float, float]:
+    """``sum(sums) / sum(sizes)`` of some units, as ``(value, low, high)``; units are resampled.
+
+    The interval is NaN for a single unit.
+    """
+    over, under = np.asarray(sums, float), np.asarray(sizes, float)
+    return float(over.sum() / under.sum()), *_interval(over, under, seed=0)
+
+
 def _interval(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[float, float]:
     """Percentile interval of ``sum(sums) / sum(sizes)`` over resampled pairs."""
     from scipy.stats import bootstrap
