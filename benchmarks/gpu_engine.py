@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.reporting.tables import show, table_of_json
 from benchmarks.running.children import Failure, outcomes
-from benchmarks.running.environment import ROOT, fingerprint
+from benchmarks.running.environment import ROOT, fingerprint, start
 from tests.engine.on_device import identity, of_family, recurrent, sessions
 
 Row = dict[str, Any]
@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540.0, help="most of one engine")
     parser.add_argument("--engine", type=json.loads, default={}, help="engine arguments, as JSON")
     options = parser.parse_args(arguments)
+    start()
     logs = Path(tempfile.mkdtemp()) if options.out is None else options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     wanted = jobs(options.tiny, options.policies, options.kinds, options.models)

@@ -207,9 +207,24 @@ class Share:
             found.setdefault(one.task, []).append(100 * ruler.score(answer, one.answers))
         return {task: np.asarray(values) for task, values in found.items()}
 
+    def prompt_tokens(self) -> dict[str, float]:
+        """Mean tokens of a prompt by task."""
+        found: dict[str, list[int]] = {}
+        for one in self.documents:
+            found.setdefault(one.task, []).append(len(one.prompt))
+        return {task: round(float(np.mean(sizes)), 1) for task, sizes in found.items()}
+
+
+AMPLE = 1 << 18
+"""Attended tokens that are enough for any arm: one that fails with so many is wrong in itself."""
+
 
 def ruler_settings(args: argparse.Namespace, capacity: int) -> dict[str, dict[str, Any]]:
-    """Settings by arm, of those that fit ``capacity`` attended tokens."""
+    """Settings by arm, of those that fit ``capacity`` attended tokens.
+
+    Raises:
+        KVPolicyError: no such policy, or a setting that is wrong at any capacity.
+    """
     from vllm_cascade import KVPolicyError
 
     named = args.arms
@@ -223,11 +238,11 @@ def ruler_settings(args: argparse.Namespace, capacity: int) -> dict[str, dict[st
     found = {}
     for label, settings in named.items():
         settings = {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
+        settings = {"capacity": capacity, "prefill_stride": args.stride, **settings}
         try:
-            found[label] = equal_policy(
-                **{"capacity": capacity, "prefill_stride": args.stride, **settings}
-            )
+            found[label] = equal_policy(**settings)
         except KVPolicyError as error:
+            equal_policy(**{**settings, "capacity": AMPLE})
             print(f"{label} with {capacity:,} attended tokens is left out: {error}", flush=True)
     return found
 
@@ -305,6 +320,7 @@ def ruler_table(
             "length": share.length,
             "attended": share.attended,
             "documents": {task: len(values) for task, values in scores.items()},
+            "prompt_tokens": share.prompt_tokens(),
             "scores": by_task,
             "mean": _plain(mean),
             "share_of_full": None if of_full is None else _plain(of_full),

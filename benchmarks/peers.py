@@ -27,7 +27,7 @@ from benchmarks.inputs import pass_keys, texts
 from benchmarks.inputs.pass_keys import is_exact
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, number, spread
-from benchmarks.running import scoring
+from benchmarks.running import arms, scoring
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.engines import BOOK, load_tokenizer, native_positions, quiet
 from benchmarks.running.peers.environment import PeerUnavailable, python_of, requirements
@@ -471,7 +471,10 @@ def unavailable(chosen: Sequence[Entry]) -> dict[str, str]:
 def ask_all(
     args: argparse.Namespace, chosen: Sequence[Entry], task: Task, asked: dict[str, list[Any]]
 ) -> Answers:
-    """Every question to every entry that can be asked it; times last, one program at a time."""
+    """Every question to every entry that can be asked it; times last, one program at a time.
+
+    Times are neither kept nor taken up: those of one table are from one run.
+    """
     missing = unavailable(chosen)
     answers = Answers({}, {}, {})
     jobs: dict[bool, list[Asked]] = {False: [], True: []}
@@ -492,7 +495,7 @@ def ask_all(
                 label, its_items = ", ".join(key), tuple(asked[question])
                 jobs[timed].append(Asked(label, entry, question, one, its_items))
     for timed, some in jobs.items():
-        found = results.run_arms(ask, some, args, at_a_time=1 if timed else None)
+        found = arms.run_all(ask, some) if timed else results.run_arms(ask, some, args)
         for job in some:
             key = job.entry.label, job.question
             if job.label in found.done:

@@ -4,8 +4,9 @@
 By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``, ``wikitext103``
 and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works with
 ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies runs stock attention
-recomputed over a sliding window of the same length: the best that a cache of that size could do.
-Differences are to ``--base``, with paired bootstrap intervals.
+recomputed over a sliding window of ``--capacity`` tokens: what the last tokens alone predict. It is
+no upper bound: policies attend to up to ``--capacity`` plus ``--stride`` tokens. Differences are to
+``--base``, with paired bootstrap intervals.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from benchmarks.running.scoring import REFERENCE, Job, Scored, cached
 BATCHED_TOKENS = 1024
 FULL = "full"
 """An arm: stock vLLM."""
+COMMON = "perplexity, common tokens"
+_FULL_ENDS = f" (`{FULL}` ends where the model's positions do)"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -206,7 +209,9 @@ def overall(
         arms: the resolved policies.
         failed: arms without a result, and why; a row each.
     """
-    rows = []
+    rows, shared = [], common(scored)
+    num_shared = sum(len(values) for values in next(iter(shared.values()), []))
+    alike = all(run.num_tokens == num_shared for run in scored.values())
     for label, run in scored.items():
         other, held = scored.get(base), "-"
         if label in arms:
@@ -218,6 +223,7 @@ def overall(
                 "policy": label,
                 "tokens": f"{run.num_tokens:,}",
                 "perplexity": number(stats.perplexity(run.scored)),
+                **({} if alike else {COMMON: _perplexity(shared[label])}),
                 "mean of texts": number(stats.perplexity_per_document(run.scored)),
                 f"nats a token more than {base} (95 % interval)": "-"
                 if other is None or other is run
@@ -229,48 +235,76 @@ def overall(
         )
     texts_each = next((len(run.nll) for run in scored.values()), 0)
     many = texts_each >= stats.FEW_DOCUMENTS
-    note = (
+    notes = [
         f"At most {capacity:,} tokens cached between strides, sinks included. `perplexity` weighs "
-        "texts by tokens. Intervals: paired bootstrap over "
+        "texts by tokens.",
+        "" if alike else f"`{COMMON}`: of the {num_shared:,} tokens that all arms have scored.",
+        "Intervals: paired bootstrap over "
         f"{'texts' if many else f'blocks of {stats.BLOCK} tokens'}"
-        ", over the tokens that both have scored (`full` ends where the model's positions do). "
-        f"`{REFERENCE}` predicts from a fresh pass over a window of that length. `tokens/s`: "
-        "tokens of the texts that an engine read in a second."
-    )
+        ", over the tokens that both have scored"
+        f"{_FULL_ENDS if FULL in scored else ''}.",
+        f"`{REFERENCE}` predicts from a fresh pass over a window of that length; policies attend "
+        "to up to a stride more."
+        if REFERENCE in scored
+        else "",
+        "`tokens/s`: tokens of the texts that an engine read in a second.",
+    ]
+    note = " ".join(filter(None, notes))
     return Table.of("Streaming perplexity at equal size", rows, note, failed)
+
+
+def common(scored: Mapping[str, Scored]) -> dict[str, list[np.ndarray]]:
+    """By arm, text by text: nats of the tokens that all arms have scored."""
+    found: dict[str, list[np.ndarray]] = {label: [] for label in scored}
+    for of_text in zip(*(run.nll for run in scored.values()), strict=True):
+        length = min(map(len, of_text))
+        cut = np.stack([values[:length] for values in of_text])
+        cut = cut[:, ~np.isnan(cut).any(axis=0)]
+        for label, values in zip(scored, cut, strict=True):
+            found[label].append(values)
+    return found
+
+
+def _perplexity(nll: Sequence[np.ndarray]) -> str:
+    return number(stats.perplexity(nll) if sum(map(len, nll)) else None)
 
 
 def _difference(run: Scored, base: Scored) -> stats.Difference:
     """Over the tokens that both have scored: one of them may have read less of the texts."""
-    ours, theirs = [], []
-    for own, other in zip(run.nll, base.nll, strict=True):
-        length = min(len(own), len(other))
-        own, other = own[:length], other[:length]
-        both = ~np.isnan(own) & ~np.isnan(other)
-        ours.append(own[both])
-        theirs.append(other[both])
-    return stats.paired_difference(ours, theirs)
+    both = common({"ours": run, "base": base})
+    return stats.paired_difference(both["ours"], both["base"])
 
 
 def positions(scored: Mapping[str, Scored], base: str) -> Table:
-    """Perplexity by position: of ``base``, and every other arm relative to it."""
+    """Perplexity by position: of ``base``, and every other arm relative to it.
+
+    An arm is compared over the tokens of a bin that it and ``base`` have scored, at least half.
+    """
     longest = max(len(values) + 1 for run in scored.values() for values in run.nll)
-    bins = stats.position_bins(longest)
-    curves = {label: stats.curve(run.nll, bins) for label, run in scored.items()}
     rows = []
-    for index, (begin, end) in enumerate(bins):
-        reference = curves[base][index]
-        if reference is None:
+    for begin, end in stats.position_bins(longest):
+        part = slice(max(begin - 1, 0), end - 1)
+        here = {
+            label: replace(run, nll=[values[part] for values in run.nll])
+            for label, run in scored.items()
+        }
+        if not here[base].num_tokens:
             continue
         row = {"tokens": f"{begin:,} - {end:,}"}
-        for label, of in curves.items():
-            point, row[label] = of[index], "-"
+        for label, run in here.items():
+            both = common({"ours": run, "base": here[base]})
+            ours, theirs = (np.concatenate(values) for values in both.values())
             if label == base:
-                row[label] = number(float(np.exp(reference[0])))
-            elif point is not None and point[1] == reference[1]:
-                row[label] = f"{np.expm1(point[0] - reference[0]):+.2%}"
+                row[label] = _perplexity(run.scored)
+            elif 2 * len(ours) >= here[base].num_tokens:
+                row[label] = f"{np.expm1(ours.mean() - theirs.mean()):+.2%}"
+            else:
+                row[label] = "-"
         rows.append(row)
-    note = f"`{base}`: perplexity; the others: relative to it."
+    note = (
+        f"`{base}`: perplexity; the others: relative to it, over the tokens that both have scored "
+        "(-: less than half)."
+    )
     return Table.of("Perplexity by position in the text", rows, note)
 
 

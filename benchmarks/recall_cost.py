@@ -45,6 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stores", type=int, nargs="+", default=[0, 8192, 131072])
     add("--output-len", type=int, default=129)
     add("--chunk", type=int, default=1024, help="prompt tokens a step, all arms")
+    add("--dtype", default="auto", help="as of the other commands")
     add("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     if args.attended <= (args.recall + 1) * args.unit:
@@ -79,10 +80,10 @@ def settings(args: argparse.Namespace, policy: dict[str, Any] | None) -> engines
     return engines.EngineSettings(
         model=args.model,
         policy=policy,
-        dtype="bfloat16",
+        dtype=args.dtype,
         max_model_len=held if policy is None else longest,
         max_num_batched_tokens=args.chunk,
-        memory_bytes=(held + 512) * kv_bytes_per_token(args.model),
+        memory_bytes=(held + 512) * kv_bytes_per_token(args.model, args.dtype),
         arguments={"enforce_eager": True, "enable_prefix_caching": False},
     )
 
@@ -175,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     args = parse_args(argv)
     args.model = args.model or str(real_model())
+    args.dtype = engines.settle_dtype(args.dtype, args.model)
     args.period = resolve(policies(args)[RECALL]).recall_every
     (points,) = in_children(run, [args])
     results.finish(args, argv, [table(points, args)], {"points": points})

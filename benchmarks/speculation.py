@@ -7,6 +7,10 @@ else the machine does hits all of them alike. Greedy answers to edits and quotes
 prompt. Other answers are sampled, since small models repeat themselves in greedy ones. Before every
 request stand ``--before`` tokens of a novel, so that the policy evicts. Timed are the steps after
 an answer's first token; prompts are not.
+
+A gain in tokens/s has two causes, which a table of its own shows apart: how long a step takes, and
+how many tokens it gives. The second depends on what was written, and sampled answers differ between
+arms.
 """
 
 import argparse
@@ -17,13 +21,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from multiprocessing.connection import Connection
+from platform import python_version
 from typing import Any
 
 from benchmarks.inputs import asked
 from benchmarks.models import best_model
-from benchmarks.reporting import results
+from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, number, table_of_goals, times
 from benchmarks.running import engines
 from benchmarks.running.answers import as_tokens
@@ -228,6 +233,18 @@ def per_step(answers: Sequence[Answer]) -> float:
     return sum(len(a.tokens) - 1 for a in answers) / max(sum(a.steps for a in answers), 1)
 
 
+def step_ms(answers: Sequence[Answer]) -> tuple[float, float, float]:
+    """Milliseconds of a step, with an interval; answers are resampled."""
+    some = [one for one in answers if one.steps]
+    return stats.ratio([1e3 * one.seconds for one in some], [one.steps for one in some])
+
+
+def step_tokens(answers: Sequence[Answer]) -> tuple[float, float, float]:
+    """Tokens of a step, in the same way."""
+    some = [one for one in answers if one.steps]
+    return stats.ratio([len(one.tokens) - 1 for one in some], [one.steps for one in some])
+
+
 def gain(found: Answers, arm: str, kinds: Sequence[str]) -> float:
     """Tokens a second with drafts over those without."""
     return rate(of_kinds(found, arm + DRAFTS, kinds)) / rate(of_kinds(found, arm, kinds))
@@ -266,8 +283,39 @@ def speed_table(found: Answers, args: argparse.Namespace) -> Table:
         f"{args.requests} answers of a kind, of at most {args.output_len} tokens, to prompts with "
         f"{args.before:,} tokens of a novel. Answers that repeat are greedy: with "
         f"drafts, stock gave the same one to {same(found, STOCK)} of {num} prompts, {args.policy} "
-        f"to {same(found, POLICY)} (products of several rows round otherwise than those of one).",
+        f"to {same(found, POLICY)} (products of several rows round otherwise than those of one). "
+        f"Code to edit is from the library of Python {python_version()}; other versions have other "
+        "code.",
     )
+
+
+def step_table(found: Answers, args: argparse.Namespace) -> Table:
+    """What a step takes and gives, by group and arm."""
+    rows = [
+        {
+            "answers": f"{group}, {name}",
+            "ms a step": _with_interval(step_ms(of_kinds(found, arm, kinds)), 1),
+            "ms a step with ngram": _with_interval(
+                step_ms(of_kinds(found, arm + DRAFTS, kinds)), 1
+            ),
+            "tokens a step with ngram": _with_interval(
+                step_tokens(of_kinds(found, arm + DRAFTS, kinds)), 2
+            ),
+        }
+        for group, kinds in GROUPS.items()
+        for arm, name in ((STOCK, STOCK), (POLICY, args.policy))
+    ]
+    note = (
+        "With 95 % intervals: bootstrap over answers. Without drafts a step gives one token. Other "
+        "text is sampled: how many tokens its steps give depends on what an arm has written."
+    )
+    return Table.of("What a step takes and gives", rows, note)
+
+
+def _with_interval(found: tuple[float, float, float], digits: int) -> str:
+    value, low, high = found
+    interval = f" ({low:.{digits}f} to {high:.{digits}f})" if isfinite(low) else ""
+    return f"{value:.{digits}f}{interval}"
 
 
 def goal_table(found: Answers) -> Table:
@@ -286,11 +334,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     found = run(args)
     data = {
-        arm: {kind: {"rate": rate(a), "steps": sum(x.steps for x in a)}
+        arm: {kind: {"rate": rate(a), "steps": sum(x.steps for x in a),
+                     "tokens": sum(len(x.tokens) - 1 for x in a)}
               for kind in asked.KINDS if (a := of_kinds(found, arm, [kind]))}
         for arm in ARMS
     }  # fmt: skip
-    results.finish(args, argv, [speed_table(found, args), goal_table(found)], data)
+    tables = [speed_table(found, args), step_table(found, args), goal_table(found)]
+    results.finish(args, argv, tables, data)
 
 
 if __name__ == "__main__":

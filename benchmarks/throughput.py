@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, number, spread, times
-from benchmarks.running.engines import MODEL, native_positions
+from benchmarks.running.engines import MODEL, native_positions, text_config
 from benchmarks.running.environment import ROOT
 from benchmarks.running.serving import Load, Server, ServerError, bench_serve, plain_words
 
@@ -118,15 +118,19 @@ def shared_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     return [*shared, "--block-size", str(args.block_size), *args.server_args]
 
 
-def kv_bytes_per_token(model: str) -> int:
-    """Bytes of keys and values that stock vLLM stores for a token, all layers."""
-    import torch
-    from transformers import AutoConfig
+def kv_bytes_per_token(model: str, dtype: str = "auto") -> int:
+    """Bytes of keys and values that stock vLLM stores for a token, all layers.
 
-    config = AutoConfig.from_pretrained(model)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    Args:
+        dtype: of the engine; ``auto``: as the model is stored.
+    """
+    import torch
+
+    config = text_config(model)
+    stored = dtype if dtype != "auto" else config.dtype
+    kind = stored if isinstance(stored, torch.dtype) else getattr(torch, stored or "bfloat16")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * dtype.itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * kind.itemsize
 
 
 def pool_bytes(spec: str, request_bytes: int) -> int:

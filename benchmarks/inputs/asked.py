@@ -19,7 +19,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(string.capwords, colorsys.hsv_to_rgb, statistics.median_high, shlex.quote),
     *(colorsys.hls_to_rgb, statistics.median_low, textwrap.dedent),
 )
-"""Of Python's own library, whose sources are text that everyone has."""
+"""Of Python's own library, whose sources everyone has; another version may have other ones."""
 
 SUBJECTS = (
     *("a lighthouse keeper and a storm", "two sisters who open a bakery", "a lost dog"),

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """RULER's documents (arXiv 2404.06654) without a network: lm-evaluation-harness makes them.
 
-Its generators run as they are. Two things that they download are replaced: the essays around the
-needles by a novel, and NLTK's sentence splitter by a regular expression. The two tasks that need a
-data set of questions (``qa_squad``, ``qa_hotpot``) are left out.
+Its generators run, with three changes. The essays around the needles are a novel, and NLTK's
+sentence splitter is a regular expression: both would be downloads. The size of a haystack is found
+by bisection, as in NVIDIA's RULER: the harness's steps of 25 needles can end far below the length.
+The two tasks that need a data set of questions (``qa_squad``, ``qa_hotpot``) are left out.
 """
 
+import bisect
 import contextlib
 import functools
 import io
@@ -104,7 +106,7 @@ def documents(
             Document(
                 task,
                 length,
-                tuple(to_prompt(one["input"], one["gen_prefix"])),
+                tuple(to_prompt(_asked(one), one["gen_prefix"])),
                 tuple(one["outputs"]),
                 ANSWER_TOKENS[task],
             )
@@ -121,6 +123,11 @@ def documents(
     return fitting
 
 
+def _asked(made: dict[str, Any]) -> str:
+    """A document as the model gets it: ``cwe`` has its example in a key of its own."""
+    return "\n".join(made[key] for key in ("input_example", "input") if key in made)
+
+
 def _counting(tokenizer: Any, more: int) -> Callable[[str], Any]:
     """A tokenizer for lengths alone: every text has ``more`` tokens more than it has."""
     return lambda text: SimpleNamespace(input_ids=[*tokenizer(text)["input_ids"], *[0] * more])
@@ -129,7 +136,7 @@ def _counting(tokenizer: Any, more: int) -> Callable[[str], Any]:
 def _generate(
     task: str, tokenizer: Any, length: int, count: int, words: list[str], seed: int
 ) -> list[dict[str, Any]]:
-    """The harness's own documents: ``input``, ``gen_prefix``, ``outputs``."""
+    """Documents: ``input``, ``gen_prefix``, ``outputs``, and of ``cwe`` ``input_example``."""
     import numpy as np
 
     made = _generators()
@@ -142,22 +149,48 @@ def _generate(
         if task == "vt":
             track = functools.partial(made.vt.sys_vartrack_w_noise_random, tokenizer)
             (example,) = track(num_samples=1, max_seq_length=500, incremental=5)
-            return track(num_samples=count, max_seq_length=length, icl_example=example)
+            return track(
+                num_samples=count, max_seq_length=length, incremental=5, icl_example=example
+            )
         if task == "cwe":
             return made.cwe.sys_word_pair_random(count, length, tokenizer)
         if task == "fwe":
             return made.fwe.sys_kwext(tokenizer, length, num_samples=count)
-        settings = NEEDLES[task]
-        kind = settings["type_haystack"]
-        return made.niah.generate_samples(
-            words if kind == ESSAY else made.niah.get_haystack(kind),
-            TOKENIZER=tokenizer,
-            max_seq_length=length,
-            num_samples=count,
-            tokens_to_generate=ANSWER_TOKENS[task],
-            template=made.template,
-            **settings,
-        )
+        return _with_needles(made, task, tokenizer, length, count, words)
+
+
+def _with_needles(
+    made: SimpleNamespace, task: str, tokenizer: Any, length: int, count: int, words: list[str]
+) -> list[dict[str, Any]]:
+    """What ``prepare_niah.generate_samples`` makes, with the largest haystack that fits."""
+    settings = NEEDLES[task]
+    kind, asked = settings["type_haystack"], settings.get("num_needle_q", 1)
+    keys, values = max(settings.get("num_needle_k", 1), asked), settings.get("num_needle_v", 1)
+    generate = functools.partial(
+        made.niah.generate_input_output,
+        haystack=words if kind == ESSAY else made.niah.get_haystack(kind),
+        template=made.template,
+        **{**settings, "num_needle_k": keys, "num_needle_v": values},
+    )
+
+    def tokens(text: str, answers: Sequence[str], _: str) -> int:
+        return len(tokenizer(text + " ".join(answers)).input_ids)
+
+    def fitting(size: int) -> tuple[str, Sequence[str], str]:
+        while tokens(*(found := generate(size))) > most and size > sizes[0]:
+            size = max(size - 1 - size // 200, sizes[0])
+        return found
+
+    sizes, most = range(keys * values, length), length - ANSWER_TOKENS[task]
+    fit = bisect.bisect(sizes, most, key=lambda size: tokens(*generate(size)))
+    kind, verb = settings["type_needle_v"], "are"
+    if asked * values == 1:
+        kind, verb = kind[:-1], "is"
+    beginning = f"The special magic {kind} for {{}} mentioned in the provided text {verb}"
+    return [
+        {"input": text, "gen_prefix": beginning.format(query), "outputs": answers}
+        for text, answers, query in (fitting(sizes[max(fit - 1, 0)]) for _ in range(count))
+    ]
 
 
 @functools.cache

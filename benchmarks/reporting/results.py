@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.reporting.tables import Table, show
 from benchmarks.running import arms
-from benchmarks.running.environment import ROOT, fingerprint
-from benchmarks.running.parts import Parts
+from benchmarks.running.environment import ROOT, fingerprint, start
+from benchmarks.running.parts import Parts, code
 
 FOLDER = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/RESULTS.md"
@@ -41,10 +41,15 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """The parser of ``python -m benchmarks.NAME``, with the options that commands share.
 
+    From here on the run's time, commit and code are settled, whatever changes while it measures.
+
     Args:
         parts: also ``--parts`` and ``--any-code``.
         engines: also these, ``--dtype`` and ``--engines``.
     """
+    start()
+    if parts or engines:
+        code()
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=doc,
@@ -55,7 +60,8 @@ def parser_of(
     if parts or engines:
         add("--parts", type=Path, help="folder for finished items, which the next run reuses "
             "(default: --out with the ending .parts)")  # fmt: skip
-        add("--any-code", action="store_true", help="reuse items that other code has made")
+        add("--any-code", action="store_true", help="reuse items that other code or another "
+            "processor has made, the newest ones")  # fmt: skip
     if engines:
         add("--dtype", default="auto", help="default: bfloat16 if the model is stored so and the "
             "machine has instructions for it, else float32")  # fmt: skip
@@ -100,10 +106,11 @@ def finish(
         show(tables)
     failed = failed or {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = {**arms.ITEMS, "commits": dict(arms.COMMITS)}
     content = {
         "command": command(argv),
         "seconds": round(time.perf_counter() - _STARTED, 1),
-        **({"items": dict(arms.ITEMS)} if arms.ITEMS["taken up"] else {}),
+        **({"items": kept} if arms.ITEMS["taken up"] else {}),
         "environment": fingerprint(),
         "settings": {key: _plain(value) for key, value in vars(args).items() if key not in PLACES},
         "tables": [table.as_json() for table in tables],
@@ -171,9 +178,11 @@ def section(result: dict[str, Any], chosen: Sequence[int] = ()) -> str:
     """
     where = result["environment"]
     machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu']}"
-    commit = (where.get("git_commit") or "unknown")[:10] + ("+" if where.get("git_dirty") else "")
+    commit = _short((where.get("git_commit") or "unknown") + "+" * bool(where.get("git_dirty")))
     items = result.get("items")
     kept = f", {items['taken up']} of {items['asked']} items kept from before" if items else ""
+    if items and (commits := items.get("commits")):
+        kept += f" ({', '.join(map(_short, commits))})"
     lines = [
         f"`{result['command']}`<br>",
         f"{machine}; torch {where['torch']}, vLLM {where['vllm']}, commit {commit}, "
@@ -183,6 +192,11 @@ def section(result: dict[str, Any], chosen: Sequence[int] = ()) -> str:
         if not chosen or number in chosen:
             lines += ["", Table.from_json(table).markdown()]
     return "\n".join(lines) + "\n"
+
+
+def _short(commit: str) -> str:
+    """Ten digits, and the ``+`` of a checkout that differed."""
+    return commit.rstrip("+")[:10] + "+" * commit.endswith("+")
 
 
 def fill(text: str, folder: Path = FOLDER) -> str:

@@ -61,6 +61,15 @@ def paired_difference(
     return Difference(mean, low, high, len(units))
 
 
+def ratio(sums: Sequence[float], sizes: Sequence[float]) -> tuple[float, float, float]:
+    """``sum(sums) / sum(sizes)`` of some units, as ``(value, low, high)``; units are resampled.
+
+    The interval is NaN for a single unit.
+    """
+    over, under = np.asarray(sums, float), np.asarray(sizes, float)
+    return float(over.sum() / under.sum()), *_interval(over, under, seed=0)
+
+
 def _interval(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[float, float]:
     """Percentile interval of ``sum(sums) / sum(sizes)`` over resampled pairs."""
     from scipy.stats import bootstrap
@@ -130,19 +139,3 @@ def position_bins(longest: int) -> list[tuple[int, int]]:
     return [
         (begin, min(end, longest)) for begin, end in itertools.pairwise(edges) if begin < longest
     ]
-
-
-def curve(
-    nll: Sequence[np.ndarray], bins: Sequence[tuple[int, int]]
-) -> list[tuple[float, int] | None]:
-    """Mean NLL and tokens at each range of positions; None where no document reaches.
-
-    Args:
-        nll: per document, NaN where a token is not scored; entry ``i`` is token ``i + 1``.
-    """
-    made: list[tuple[float, int] | None] = []
-    for begin, end in bins:
-        part = np.concatenate([document[max(begin - 1, 0) : end - 1] for document in nll])
-        part = part[~np.isnan(part)]
-        made.append((float(part.mean()), len(part)) if len(part) else None)
-    return made

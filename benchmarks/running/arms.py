@@ -51,6 +51,8 @@ class EngineJob(Job):
 
 ITEMS = Counter[str]()
 """Of all arms so far in this process: ``asked`` for, and ``taken up`` from what was kept."""
+COMMITS = Counter[str]()
+"""Items that were taken up, by the commit that made them."""
 
 AnyJob = TypeVar("AnyJob", bound=Job)
 Result = TypeVar("Result")
@@ -75,14 +77,15 @@ def run_all(
         jobs = [replace(job, arm=kept_in.arm(job.label, job.determines())) for job in jobs]
     found: dict[str, Result | Failure] = {}
     for job in jobs:
-        kept = job.arm.read() if job.arm is not None else {}
+        kept = job.arm.read_with_commits() if job.arm is not None else {}
         here = [key for key in job.keys if key in kept]
         ITEMS.update({"asked": len(job.keys), "taken up": len(here)})
+        COMMITS.update(kept[key][1] for key in here)
         if here and job.arm is not None:
             say = f"{job.label}: {len(here)} of {len(job.keys)} taken up from {job.arm.own.parent}"
             print(say, file=sys.stderr, flush=True)
         if here == job.keys:
-            found[job.label] = job.result([kept[key] for key in here])
+            found[job.label] = job.result([kept[key][0] for key in here])
     missing = [job for job in jobs if job.label not in found]
     missing = [replace(job, bar_line=at % at_a_time) for at, job in enumerate(missing)]
     for place, outcome in outcomes(work, missing, at_a_time):

@@ -143,12 +143,17 @@ class EngineSettings:
         }
 
 
-def native_positions(model: str) -> int:
-    """Positions that a model was made for."""
+def text_config(model: str) -> Any:
+    """A model's configuration; of one that also reads pictures, that of its language model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
-    return getattr(config, "get_text_config", lambda: config)().max_position_embeddings
+    return getattr(config, "get_text_config", lambda: config)()
+
+
+def native_positions(model: str) -> int:
+    """Positions that a model was made for."""
+    return text_config(model).max_position_embeddings
 
 
 def load_tokenizer(model: str) -> Any:

@@ -1,14 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a measurement was taken: written beside every number that is kept."""
 
+import functools
 import os
 import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypedDict
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Start(TypedDict):
+    """When a command began, and what was checked out then."""
+
+    time: str
+    git_commit: str | None
+    git_dirty: bool
+
+
+@functools.cache
+def start() -> Start:
+    """Of this process: a command asks first when it reads its options, before it measures."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+    }
 
 
 def fingerprint() -> dict[str, str | int | bool | None]:
@@ -18,8 +38,8 @@ def fingerprint() -> dict[str, str | int | bool | None]:
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "time": start()["time"],
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "gpu": gpu and gpu.name,
@@ -33,15 +53,15 @@ def fingerprint() -> dict[str, str | int | bool | None]:
         "vllm": (_version("vllm") or "not installed").partition("+")[0],
         "triton": _version("triton"),
         "vllm_cascade": _version("vllm-cascade"),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_commit": start()["git_commit"],
+        "git_dirty": start()["git_dirty"],
     }
 
 
 def commit() -> str | None:
-    """The checkout's commit, with a ``+`` where files differ from it; None without git."""
-    found = _git("rev-parse", "HEAD")
-    return found and found + ("+" if _git("status", "--porcelain") else "")
+    """The commit at the start, with a ``+`` where files differed from it; None without git."""
+    found = start()["git_commit"]
+    return found and found + ("+" if start()["git_dirty"] else "")
 
 
 def versions() -> dict[str, str | None]:
@@ -55,7 +75,9 @@ def cache_folder(name: str, variable: str) -> Path:
     return Path(os.environ.get(variable) or cache).expanduser().absolute()
 
 
-def _cpu_name() -> str:
+@functools.cache
+def cpu_name() -> str:
+    """The processor: products in bfloat16 round otherwise on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

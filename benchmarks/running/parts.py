@@ -3,9 +3,9 @@
 
 Beside a result's JSON lies a folder of parts: one file an arm, one line a finished item (a stream
 of a perplexity arm, a prompt of a recall arm). The file's name says what determines the arm: its
-settings, the model, and the code that ran. A line says what determines the item: its tokens and,
-if an engine reads several streams at a time, those of its group. Nothing else may matter, so equal
-names mean equal results, whatever else the run was about.
+settings, the model, and the code and processor that ran. A line says what determines the item: its
+tokens and, if an engine reads several streams at a time, those of its group. Nothing else may
+matter, so equal names mean equal results, whatever else the run was about.
 """
 
 import functools
@@ -14,11 +14,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running.environment import ROOT, commit, versions
+from benchmarks.running.environment import ROOT, commit, cpu_name, versions
 
 MEASURED_CODE = (
     *("vllm_cascade", "kernels", "patches"),
@@ -28,6 +29,7 @@ MEASURED_CODE = (
 peers, and the harness's local tasks, which jobs know by name only."""
 SOURCES = {".py", ".cpp", ".h", ".hpp", ".cu", ".yaml"}
 SAMPLE_BYTES = 1 << 20
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Parts:
     """A folder of parts.
 
     Attributes:
-        any_code: take up what other code has measured, too.
+        any_code: take up what other code or another processor has measured, too.
     """
 
     folder: Path
@@ -46,8 +48,9 @@ class Parts:
         name = re.sub(r"[^\w.-]+", "-", label).strip("-")[:40]
         name = f"{name}-{digest(determines)}"
         own = self.folder / f"{name}-{code()}.jsonl"
-        others = sorted(set(self.folder.glob(f"{name}-*.jsonl")) - {own})
-        return Arm(own, tuple(others) if self.any_code else (), determines)
+        others = set(self.folder.glob(f"{name}-*.jsonl")) - {own} if self.any_code else ()
+        oldest_first = sorted(others, key=lambda path: path.stat().st_mtime)
+        return Arm(own, tuple(oldest_first), {"arm": determines, **origin()})
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,27 @@ class Arm:
 
     Attributes:
         own: the file that finished items are added to.
-        others: files of other code that are read, too.
+        others: files of other code that are read, too; of an item, the last one counts.
+        header: the first line of ``own``.
     """
 
     own: Path
     others: tuple[Path, ...]
-    determines: dict[str, Any]
+    header: dict[str, Any]
 
     def read(self) -> dict[str, Any]:
         """Finished items by key. A line that a killed process left incomplete is left out."""
-        found: dict[str, Any] = {}
+        return {key: value for key, (value, _) in self.read_with_commits().items()}
+
+    def read_with_commits(self) -> dict[str, tuple[Any, str]]:
+        """Finished items by key, each with the commit that made it, as far as that is known."""
+        found: dict[str, tuple[Any, str]] = {}
         for path in (*self.others, self.own):
-            found |= dict(_lines(path))
+            made_by = UNKNOWN
+            for line in _lines(path):
+                made_by = line.get("commit") or made_by
+                if "item" in line:
+                    found[line["item"]] = line["value"], made_by
         return found
 
     def add(self, items: dict[str, Any]) -> None:
@@ -75,9 +87,7 @@ class Arm:
         self.own.parent.mkdir(parents=True, exist_ok=True)
         with self.own.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
-                file.write(
-                    json.dumps({"arm": self.determines, "commit": commit(), "versions": versions()})
-                )
+                file.write(json.dumps(self.header))
             # Each begins a line of its own, also behind one that was cut off.
             for key, value in items.items():
                 file.write("\n" + json.dumps({"item": key, "value": value}))
@@ -85,16 +95,17 @@ class Arm:
             os.fsync(file.fileno())
 
 
-def _lines(path: Path) -> Iterable[tuple[str, Any]]:
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            content = json.loads(line)
-            if "item" in content:
-                yield content["item"], content["value"]
-        except (ValueError, KeyError):
-            continue  # cut off in the middle
+        with suppress(ValueError):  # cut off in the middle
+            yield json.loads(line)
+
+
+def origin() -> dict[str, Any]:
+    """What a file says of its items besides the arm."""
+    return {"commit": commit(), "cpu": cpu_name(), "versions": versions()}
 
 
 def digest(content: Any) -> str:
@@ -110,8 +121,11 @@ def digest_of_tokens(token_ids: Sequence[int]) -> str:
 
 @functools.cache
 def code() -> str:
-    """Eight digits for the code that measures: ours as it lies there, and versions of others'."""
-    found = hashlib.sha256(json.dumps(versions()).encode())
+    """Eight digits for what measures: our code as it lies there, others' versions, the processor.
+
+    A command asks for them before it measures: they stay what they were then.
+    """
+    found = hashlib.sha256(json.dumps([versions(), cpu_name()]).encode())
     for name in MEASURED_CODE:
         top = ROOT / name
         for path in [top] if top.is_file() else sorted(top.rglob("*")):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm_cascade.policies.policy import Policy
 
 REFERENCE = "full, recomputed"
-"""Stock attention over the last tokens, recomputed: what a bounded cache could at best equal."""
+"""Stock attention recomputed over a sliding window: what the last tokens alone predict. Policies
+can do better: they attend to up to a stride more than their capacity."""
 
 
 @dataclass(frozen=True)

@@ -115,12 +115,18 @@ def recall() -> list[str]:
         ("ruler-16k", "sink, recall 8"),
     )
     near, full, past = (row_of(*arm)["mean (95 % interval)"].split()[0] for arm in arms)
+    held_out = (
+        row_of("ruler-held-out", arm)["mean (95 % interval)"].split()[0]
+        for arm in ("sink, recall 8", "full", "sink")
+    )
     costs = [
         (num, row_of(name, num))
         for name, num in (("recall-cost", "131,072"), ("recall-cost-1m", "1,048,576"))
     ]
     return [
         *(f"| {num} | {row['a prompt token']} | {row['a token']} |" for num, row in costs),
+        "| mean of RULER at 4,096 tokens, a quarter attended, new needles and questions | "
+        + " | ".join(f"{one} %" for one in held_out),
         f"| mean of RULER at 8,192 tokens, an eighth attended | {near} % | {full} % |",
         "| mean of RULER at 16,384 tokens, past the model's positions, a sixteenth attended | "
         f"{past} % | |",

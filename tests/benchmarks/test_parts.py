@@ -2,6 +2,7 @@
 """What is kept of arms: taken up again where nothing that matters has changed, and only there."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.running import arms, children, parts
+from benchmarks.reporting import results
+from benchmarks.running import arms, children, environment, parts
 from benchmarks.running.engines import EngineSettings
 from benchmarks.running.parts import Parts
 from tests.conftest import MODEL
@@ -104,6 +106,54 @@ def test_other_code_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert mixed.read() == {"k": 1}
     mixed.add({"k": 2})
     assert mixed.read() == {"k": 2}, "the own code's goes first"
+
+
+def test_of_other_code_the_newest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, digits in enumerate(["11111111", "99999999", "55555555"]):
+        monkeypatch.setattr(parts, "code", lambda digits=digits: digits)
+        monkeypatch.setattr(parts, "commit", lambda digits=digits: f"commit {digits}")
+        arm = Parts(tmp_path).arm("a", {})
+        arm.add({"k": digits})
+        os.utime(arm.own, (1e9 - age, 1e9 - age))
+    monkeypatch.setattr(parts, "code", lambda: "deadbeef")
+    found = Parts(tmp_path, any_code=True).arm("a", {})
+    assert found.read_with_commits() == {"k": ("11111111", "commit 11111111")}
+
+
+def test_a_run_says_which_commits_kept_items_are_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "COMMITS", Counter())
+    kept, job = Parts(tmp_path), Squares("a", (2, 3), "")
+    monkeypatch.setattr(parts, "commit", lambda: "c0ffee")
+    kept.arm("a", job.determines()).add({"2": 4, "3": 9})
+    monkeypatch.setattr(parts, "commit", lambda: "another")
+    assert arms.run_all(squares, [job], 1, kept).done == {"a": [4, 9]}
+    assert arms.COMMITS == {"c0ffee": 2}
+    assert json.loads(next(tmp_path.iterdir()).read_text().splitlines()[0])["cpu"]
+
+
+def test_what_was_checked_out_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit made while a command measures is not the one that measured."""
+    environment.start.cache_clear()
+    monkeypatch.setattr(environment, "_git", lambda *words: "before" if "HEAD" in words else "")
+    results.parser_of("throughput", None)
+    monkeypatch.setattr(environment, "_git", lambda *_: "after")
+    assert environment.commit() == "before"
+    found = environment.fingerprint()
+    assert (found["git_commit"], found["git_dirty"]) == ("before", False)
+    assert found["time"] == environment.start()["time"]
+    environment.start.cache_clear()
+
+
+def test_another_processor_measures_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for name in ("one", "another"):
+        monkeypatch.setattr(parts, "cpu_name", lambda name=name: name)
+        parts.code.cache_clear()
+        found.add(parts.code())
+    parts.code.cache_clear()
+    assert len(found) == 2
 
 
 def test_code_is_what_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

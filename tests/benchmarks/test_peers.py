@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.peers import Answers, Report
-from benchmarks.running import parts
+from benchmarks.running import arms, parts
 from benchmarks.running.children import ChildError
 from benchmarks.running.engines import EngineSettings
 from benchmarks.running.peers import environment, process, questions, with_vllm
@@ -374,11 +374,10 @@ def test_peer_that_answers_too_little(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_an_answer_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pins of a peer, its settings, and for times the threads; not the labels."""
+    """Pins of a peer and its settings; neither labels nor threads."""
     same = asked(SNAPKV, [1]).determines()
     other = Entry("another", "kvpress", {"kept": 5})
     assert asked(other, [1], threads=1).determines() == same
-    assert asked(SNAPKV, [1], "speed").determines() != asked(SNAPKV, [1], "speed", 1).determines()
     assert asked(Entry("SnapKV", "kvpress", {"kept": 6}), [1]).determines() != same
     (tmp_path / "kvpress.txt").write_text("kvpress==9\n")
     monkeypatch.setattr(process, "requirements", lambda peer: tmp_path / f"{peer}.txt")
@@ -396,17 +395,15 @@ def test_peer_that_is_not_there_is_a_row(small: list[str], monkeypatch: pytest.M
     """The others are asked; what cannot be asked says so; nothing of the peer starts."""
     started: list[str] = []
 
-    def run_arms(work: object, jobs: Sequence[Asked], args: Any, at_a_time: int | None) -> object:
+    def run_all(work: object, jobs: Sequence[Asked], *_: object) -> object:
         started.extend(job.label for job in jobs)
-        from benchmarks.running.arms import Outcome
-
-        return Outcome({job.label: ["answer"] for job in jobs}, {})
+        return arms.Outcome({job.label: ["answer"] for job in jobs}, {})
 
     def missing(peer: str) -> Path:
         raise PeerUnavailable(f"the peer {peer} cannot be installed: no network")
 
     monkeypatch.setattr(peers, "python_of", missing)
-    monkeypatch.setattr(peers.results, "run_arms", run_arms)
+    monkeypatch.setattr(arms, "run_all", run_all)
     args = peers.parse_args(small)
     chosen = peers.entries(args, 8192)
     found = peers.ask_all(args, chosen, Task("", {}, "m", "g", 1), {"stream": [[1]]})
@@ -419,35 +416,30 @@ def test_peer_that_is_not_there_is_a_row(small: list[str], monkeypatch: pytest.M
 
 
 def test_times_are_taken_one_at_a_time(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all threads and a compiled engine; other questions with one thread, some at a time."""
-    ran: list[tuple[str, int, int, object]] = []
+    """With all threads and a compiled engine, and never taken up from another run."""
+    ran: list[tuple[str, int, bool, int, object]] = []
 
-    def run_arms(work: object, jobs: Sequence[Asked], args: Any, at_a_time: int | None) -> object:
-        from benchmarks.running.arms import Outcome
-
-        ran.extend(
-            (
-                job.label,
-                at_a_time or args.engines,
-                job.task.threads,
-                job.task.settings.get("compiled"),
-            )
-            for job in jobs
-        )
-        return Outcome({}, {job.label: "broken" for job in jobs})
+    def run_all(
+        work: object, jobs: Sequence[Asked], at_a_time: int = 1, kept_in: Any = None
+    ) -> object:
+        for job in jobs:
+            task = job.task
+            kept = kept_in is not None
+            ran.append((job.label, at_a_time, kept, task.threads, task.settings.get("compiled")))
+        return arms.Outcome({}, {job.label: "broken" for job in jobs})
 
     monkeypatch.setattr(peers, "python_of", lambda peer: Path("python"))
-    monkeypatch.setattr(peers.results, "run_arms", run_arms)
+    monkeypatch.setattr(arms, "run_all", run_all)
     args = peers.parse_args([*small, "--questions", "speed", "stream", "--engines", "2"])
     args.threads = 4
     chosen = [one for one in peers.entries(args, 8192) if one.program == "vLLM"]
     asked_for = {"stream": [[1]], "speed": [{}]}
     found = peers.ask_all(args, chosen, Task("", {}, "m", "g", 1), asked_for)
     assert ran == [
-        ("full, vLLM, stream", 2, 1, None),
-        ("sink, stream", 2, 1, None),
-        ("full, vLLM, speed", 1, 4, True),
-        ("sink, speed", 1, 4, True),
+        ("full, vLLM, stream", 2, True, 1, None),
+        ("sink, stream", 2, True, 1, None),
+        ("full, vLLM, speed", 1, False, 4, True),
+        ("sink, speed", 1, False, 4, True),
     ]
     assert found.failed["sink", "speed"] == "broken"
 

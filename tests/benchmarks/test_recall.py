@@ -12,6 +12,7 @@ from benchmarks.inputs.pass_keys import Hidden, digits_right, is_exact
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.arms import Outcome
 from benchmarks.running.engines import load_tokenizer
+from benchmarks.running.scoring import Scored
 from tests.conftest import MODEL
 
 TEMPLATE = (
@@ -110,6 +111,27 @@ def test_a_model_that_cannot_recall_is_called_so(gain: float, able: bool) -> Non
     assert ("cannot do the task" in table.note) != able
     assert ("†" in table.columns[1]) != able, "whatever sink gains"
     assert float(table.rows[1][1].split()[0]) == pytest.approx(gain, abs=0.005)
+
+
+def test_places_of_a_rewind_are_resampled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a place share its context: only the places are independent."""
+    again, places = 200, 3
+
+    def score(work: Any, jobs: Any, args: Any) -> Outcome[Scored]:
+        def of(label: str) -> Scored:
+            gains = (0.0,) * places if label == "sink" else (0.1, 0.2, 0.6)
+            values = [np.full(again - 1, 2.0 - gain) for gain in gains]
+            return Scored(label, [*values, *values], 1.0, {}, 1)
+
+        return Outcome({job.label: of(job.label) for job in jobs}, {})
+
+    monkeypatch.setattr(recall.results, "run_arms", score)
+    words = ["rewind", "--policies", "sink", "cascade", "--samples", f"{places}"]
+    words += ["--burn-in", "600", "--back", "300", "--again", f"{again}", "--dtype", "float32"]
+    (table,), _, _ = recall.rewind(recall.parse_args(words))
+    row = next(row for row in table.rows if row[0] == "cascade")
+    assert row[-1] == "-0.3000 (-0.6000 to -0.1000)", "of three places the extremes are likely"
+    assert "over whole places" in table.note
 
 
 def test_full_is_asked_what_its_positions_hold(monkeypatch: pytest.MonkeyPatch) -> None:

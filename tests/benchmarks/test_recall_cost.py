@@ -17,6 +17,7 @@ from benchmarks.recall_cost import (
     of_period,
     parse_args,
     policies,
+    settings,
 )
 from benchmarks.running.stepping import Step
 from tests.conftest import MODEL
@@ -29,6 +30,16 @@ def test_both_arms_attend_to_as_many_tokens() -> None:
     assert arms[STOCK] is None
     assert arms[PLAIN].capacity == arms[RECALL].capacity == 512 + 16
     assert (arms[RECALL].recalled, arms[RECALL].recall_store) == (128, 8192)
+
+
+def test_pools_have_the_engines_dtype() -> None:
+    sizes = []
+    for dtype in ("bfloat16", "float32"):
+        args = parse_args(["--model", str(MODEL), "--stores", "0", "--dtype", dtype])
+        engine = settings(args, None)
+        assert engine.dtype == dtype
+        sizes.append(engine.memory_bytes)
+    assert sizes[1] == 2 * sizes[0]
 
 
 def test_a_token_is_the_mean_of_a_period() -> None:

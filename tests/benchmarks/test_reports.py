@@ -20,6 +20,7 @@ from benchmarks.throughput import (
     WARM_UP,
     arms,
     cells,
+    kv_bytes_per_token,
     parse_args,
     pool_bytes,
     rounds,
@@ -65,8 +66,14 @@ def test_cells() -> None:
 def test_a_result_says_what_was_kept_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for taken_up, said in ((0, " s.\n"), (3, " s, 3 of 8 items kept from before.\n")):
+    for taken_up, commits, said in (
+        (0, {}, " s.\n"),
+        (3, {}, " s, 3 of 8 items kept from before.\n"),
+        (3, {"0123456789ab": 1, "abcdefabcdef+": 2},
+         " s, 3 of 8 items kept from before (0123456789, abcdefabcd+).\n"),
+    ):  # fmt: skip
         monkeypatch.setattr(results.arms, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
+        monkeypatch.setattr(results.arms, "COMMITS", Counter(commits))
         results.finish(Namespace(out=tmp_path / "one.json"), [], [table()])
         assert said in results.fill("<!-- result one -->\n<!-- end -->\n", tmp_path)
 
@@ -214,6 +221,20 @@ def test_server_arguments_may_be_quoted() -> None:
     ]  # fmt: skip
     with pytest.raises(SystemExit):
         throughput.parse_args(["--server-args", "--hf-overrides '{"])
+
+
+@pytest.mark.parametrize("name", ["Gemma3Config", "Llama4Config", "LlamaConfig"])
+def test_keys_and_values_of_a_token_are_the_language_models(name: str, tmp_path: Path) -> None:
+    """Models that also read pictures have these sizes one level deeper."""
+    import transformers
+
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}
+    config = getattr(transformers, name)
+    (config(**sizes) if name == "LlamaConfig" else config(text_config=sizes)).save_pretrained(
+        tmp_path
+    )
+    assert kv_bytes_per_token(str(tmp_path)) == 2 * 3 * 2 * 64 * 2, "bfloat16 unless said"
+    assert kv_bytes_per_token(str(tmp_path), "float32") == 2 * 3 * 2 * 64 * 4
 
 
 def test_pools() -> None:

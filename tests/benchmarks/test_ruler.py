@@ -61,9 +61,11 @@ def test_documents(tokenizer: Any, task: str) -> None:
     assert len({one.prompt for one, _ in made}) == COUNT
     for one, text in made:
         assert (one.task, one.length, one.max_tokens) == (task, LENGTH, ruler.ANSWER_TOKENS[task])
-        assert LENGTH // 8 < len(one.prompt) <= LENGTH - one.max_tokens
+        assert 0.85 * LENGTH < len(one.prompt) + one.max_tokens <= LENGTH
         assert all(answer in text for answer in one.answers)
         check_answers(task, text, one.answers)
+    mean = sum(len(one.prompt) + one.max_tokens for one, _ in made) / COUNT
+    assert mean > (0.94 if task in ruler.NEEDLES else 0.9) * LENGTH, "about as long as asked for"
     again = make(tokenizer, task, count=1)
     assert again[0] == made[0], "a document depends neither on chance nor on how many are made"
     other = make(tokenizer, task, seed=7)
@@ -77,8 +79,13 @@ def check_answers(task: str, text: str, answers: tuple[str, ...]) -> None:
         del words["..."]
         assert {word for word, _ in words.most_common(3)} == set(answers)
     elif task == "cwe":
-        words = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |\n)", text.split("Question")[0]))
+        example, own = text.split("Below is a numbered list of words.")[1:]
+        words = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |\n)", own.split("Question")[0]))
         assert {word for word, _ in words.most_common(10)} == set(answers)
+        # One example before it, with its answer, as in NVIDIA's.
+        words = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |\n)", example.split("Question")[0]))
+        told = re.findall(r"\d+\. (.+?)(?= \d+\. |\n)", example.split("are:")[1])
+        assert {word for word, _ in words.most_common(10)} == set(told) and len(told) == 10
     elif task == "vt":
         value = re.findall(r"assigned the value (\d+)", text)[-1]
         own = text[: text.rindex("Question")].rsplit("Memorize and track", 1)[1]
@@ -100,6 +107,11 @@ def check_answers(task: str, text: str, answers: tuple[str, ...]) -> None:
             assert len(needles) > 10, "other needles are the haystack"
         else:
             assert len(needles) == len(answers)
+
+
+def test_haystacks_of_needles_fill_the_length(tokenizer: Any) -> None:
+    ((one, _),) = make(tokenizer, "niah_multikey_3", length=4096, count=1)
+    assert 0.95 * 4096 < len(one.prompt) + one.max_tokens <= 4096
 
 
 def test_the_novel_is_the_haystack(tokenizer: Any) -> None:
@@ -260,6 +272,24 @@ def test_arms_attend_to_a_part(capsys: pytest.CaptureFixture[str]) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policies", "snk"], "sink"),
+        (
+            ["--policies", "cascade", "--policy-config", '{"cascade": {"subcaches": 2}}'],
+            "subcaches",
+        ),
+    ],
+)
+def test_what_no_capacity_can_mend_is_refused(words: list[str], said: str) -> None:
+    from vllm_cascade import KVPolicyError
+
+    args = harness.parse_args(["--suite", "ruler", "--recall", "4", *words])
+    with pytest.raises(KVPolicyError, match=said):
+        harness.ruler_settings(args, 1024)
+
+
 def test_arms_have_the_cache_type_and_size_that_were_asked_for(tmp_path: Path) -> None:
     """``--kv-cache-dtype`` is of policies alone, and an arm may have its own, as its capacity."""
     from vllm_cascade.policies.registry import resolve
@@ -290,8 +320,8 @@ def test_arms_have_the_cache_type_and_size_that_were_asked_for(tmp_path: Path) -
 
 def test_the_table() -> None:
     documents = tuple(
-        ruler.Document(task, 1024, (), answers, 9)
-        for task, answers in [("vt", ("a", "b")), ("vt", ("c",)), ("fwe", ("d",))]
+        ruler.Document(task, 1024, (0,) * size, answers, 9)
+        for task, size, answers in [("vt", 8, ("a", "b")), ("vt", 9, ("c",)), ("fwe", 7, ("d",))]
     )
     shares = [
         harness.Share(name, 1024, attended, documents, Asking(name, EngineSettings(), ()))
@@ -308,6 +338,7 @@ def test_the_table() -> None:
     assert sink[6] == "62.5 % (50.0 to 75.0)"
     assert cascade[:2] == ("cascade", "failed: MemoryError")
     assert data["sink"]["scores"] == {"vt": 25.0, "fwe": 100.0}
+    assert data["sink"]["prompt_tokens"] == {"vt": 8.5, "fwe": 7.0}
     assert data["sink"]["share_of_full"] == [0.625, 0.5, 0.75]
 
 

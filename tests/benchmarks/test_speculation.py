@@ -2,6 +2,7 @@
 """The benchmark of speculation: its requests, its clock and its tables."""
 
 import inspect
+import platform
 import textwrap
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,31 @@ def made(seconds: dict[str, tuple[float, float, float]]) -> Answers:
         ]
         for arm in ARMS
     }
+
+
+def test_steps_are_shown_apart_from_what_they_give() -> None:
+    stock, drafted, policy, policy_drafted = ARMS
+    answers = {
+        stock: [Answer([0] * 11, 1.0, 10), Answer([0] * 31, 6.0, 30)],
+        drafted: [Answer([0] * 11, 1.0, 10), Answer([0] * 31, 2.0, 10)],
+        policy: [Answer([0] * 11, 1.0, 10), Answer([0], 0.0, 0)],
+        policy_drafted: [Answer([0] * 11, 1.0, 5)],
+    }
+    found = {arm: [("other", one) for one in some] for arm, some in answers.items()}
+    for some in found.values():
+        some.extend([("edit", Answer([0] * 3, 1.0, 2)), ("quote", Answer([0] * 3, 1.0, 2))])
+    table = speculation.step_table(found, speculation.parse_args(["--policy", "cascade"]))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["other text, stock"] == (
+        "175.0 (100.0 to 200.0)", "150.0 (100.0 to 200.0)", "2.00 (1.00 to 3.00)"
+    )  # fmt: skip
+    assert rows["other text, cascade"] == ("100.0", "200.0", "2.00"), "one answer: no interval"
+
+
+def test_the_note_says_whose_code_is_edited() -> None:
+    found = made(dict.fromkeys(ARMS, (1, 1, 1)))
+    note = speculation.speed_table(found, speculation.parse_args([])).note
+    assert f"Python {platform.python_version()}" in note
 
 
 def test_tables() -> None:

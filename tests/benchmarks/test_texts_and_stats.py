@@ -153,12 +153,8 @@ def test_two_kinds_of_perplexity() -> None:
     assert stats.perplexity_per_document(nll) == pytest.approx(5.0)
 
 
-def test_curve_bins_and_nan() -> None:
+def test_bins_of_positions() -> None:
     assert stats.position_bins(160) == [(0, 64), (64, 128), (128, 160)]
-    bins = [(0, 4), (4, 8), (8, 10)]
-    nll = [np.asarray([1.0, 1.0, np.nan, 2.0, 4.0]), np.asarray([3.0])]
-    # Entry i is token i + 1: tokens 1, 2, 3 (not scored) and the other text's 1; then 4 and 5.
-    assert stats.curve(nll, bins) == [(pytest.approx(5 / 3), 3), (3.0, 2), None]
 
 
 class Beginning:

@@ -80,7 +80,7 @@ class Asked(arms.Job):
         return [f"{place}-{parts.digest(item)}" for place, item in enumerate(self.items)]
 
     def determines(self) -> dict[str, Any]:
-        """The model stands for its GGUF, too. Threads change no answer but the time."""
+        """The model stands for its GGUF, too. Threads change no answer; times are not kept."""
         _, peer = PROGRAMS[self.entry.program]
         return {
             "program": self.entry.program,
@@ -88,7 +88,6 @@ class Asked(arms.Job):
             "question": self.question,
             "model": parts.model(self.task.model),
             "pins": requirements(peer).read_text("utf-8") if peer else None,
-            "threads": self.task.threads if self.question == "speed" else None,
         }
 
 
