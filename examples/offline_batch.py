@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--budget", type=int, default=512, help="cached tokens per file")
+    parser.add_argument("--cache-gib", type=float, default=1.0, help="memory of the KV cache")
     parser.add_argument("files", nargs="+", type=Path)
     args = parser.parse_args()
     llm = LLM(
@@ -25,7 +26,7 @@ def main() -> None:
         kv_policy="sink",
         kv_budget=args.budget,
         max_model_len=1_000_000,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=int(args.cache_gib * 2**30),
         enforce_eager=True,
         disable_log_stats=False,
     )

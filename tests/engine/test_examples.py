@@ -13,11 +13,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.running.serving import free_port
 from tests.conftest import BOOK, MODEL, ROOT
 from tests.engine.server import Server
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.rings import RingMemory
 
 EXAMPLES = ROOT / "examples"
 FLAGS = ["--kv-policy", "sink", "--kv-budget", "384", "--kv-recall", "8"]
@@ -59,7 +64,7 @@ def url(server: Server) -> list[str]:
 
 
 def test_offline_batch(text: Path) -> None:
-    shown = run("offline_batch.py", "--model", MODEL, "--budget", 256, text)
+    shown = run("offline_batch.py", "--model", MODEL, "--budget", 256, "--cache-gib", 0.1, text)
     (evicted,) = re.findall(r"^tokens evicted: ([\d,]+)$", shown, re.MULTILINE)
     (tokens,) = re.findall(r"^book.txt, ([\d,]+) tokens: ", shown, re.MULTILINE)
     read = int(tokens.replace(",", "")) + 31  # the last answered token is not attended
@@ -110,7 +115,7 @@ def test_endless_chat(server: Server, text: Path, tmp_path: Path) -> None:
     shown = run("endless_chat.py", *options, stdin=f"{first}Who is Sir Walter?\n")
     shown += run("endless_chat.py", *options, stdin="What is his title?\n")
     turns = known(shown)
-    assert len(turns) == 3 and len(json.loads(chat.read_text())) == 6
+    assert len(turns) == 3 and len(json.loads(chat.read_text())["messages"]) == 6
     assert turns[0][0] > 800 and turns[0][1] < 100
     assert all(tokens - old < 100 for tokens, old in turns[1:]), turns
     assert server.metric('vllm:kv_session_hits_total(?={[^}]*tier="memory")') > hits
@@ -223,4 +228,13 @@ def test_probes_of_the_manifest_are_answered(server: Server) -> None:
         server.get(get["path"])
     assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
     flags = [argument for argument in container["args"] if argument.startswith("--kv-")]
+    *flags, config = flags
     assert flags == ["--kv-policy=sink", "--kv-budget=2048", "--kv-recall=8"]
+    # The pages, an engine and files beside them: the limit is what the kernel ends it at.
+    recall_memory = json.loads(config.partition("=")[2])["recall_memory"]
+    limit = container["resources"]["limits"]["memory"]
+    assert recall_memory < 0.75 * int(limit.removesuffix("Gi"))
+    shape = UnitShape(36, 8, 1, 16, 128, torch.bfloat16, 32768 // 16, 8)  # Qwen3-8B's
+    policy = {"name": "sink", "recall": 8, "unit": 16, "budget": 2048}
+    rings = RingMemory(compiled(resolve(policy)), shape, recall_memory << 30, 256)
+    assert rings.capacity == 14, "as the manifest says"

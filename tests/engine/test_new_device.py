@@ -172,5 +172,6 @@ def test_a_device_says_everything(name: str) -> None:
     device, contract = DEVICES[name], set(Device.__annotations__)
     assert all(hasattr(device, attribute) for attribute in contract)
     public = {attribute for attribute in dir(device) if not attribute.startswith("_")}
-    methods = {"refusals", "is_current", "facts", "prepare", "configure", "backends", "restore"}
+    methods = {"refusals", "is_current", "memory_bytes", "facts", "prepare", "configure"}
+    methods |= {"backends", "restore"}
     assert public == contract | methods

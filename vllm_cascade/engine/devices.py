@@ -104,6 +104,10 @@ class Device:
         """Whether vLLM runs on this device in this process."""
         raise NotImplementedError
 
+    def memory_bytes(self) -> int:
+        """Memory of a device whose stores of evicted units take some of it."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, Any]:
         """What a check's verdict holds for, besides versions of packages."""
         return {}
@@ -303,6 +307,9 @@ class CUDA(Device):
 
     def is_current(self) -> bool:
         return current_platform.is_cuda()
+
+    def memory_bytes(self) -> int:
+        return int(current_platform.get_device_total_memory())
 
     def facts(self) -> dict[str, Any]:
         from vllm_cascade.attention.cuda.repeats import make_repeater  # imports Triton's kernels

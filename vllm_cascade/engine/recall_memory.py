@@ -15,7 +15,6 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
@@ -214,7 +213,7 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
         least = memory.bytes_of(one) * memory.ranks
         limit = max(min(most, share), least)
         if memory.device_bytes:
-            room = SHARE * current_platform.get_device_total_memory()
+            room = SHARE * this_device().memory_bytes()
             while limit > least and _device_bytes(shape, policy, limit, config) > room:
                 limit = max(limit / 2, least)  # pinned memory is taken in powers of two
         policy = policy.model_copy(update={"recall_memory": math.ceil(limit * 1000 / GIB) / 1000})
