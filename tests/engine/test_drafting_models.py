@@ -100,7 +100,8 @@ def test_the_target_drafts_for_itself(
     check_case(engine_pool, name, book_tokens)
 
 
-@pytest.mark.parametrize("name", ["h2o", pytest.param("units", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "units"])
 def test_in_pytorch(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     check_case(engine_pool, name, book_tokens, env={"VLLM_CASCADE_CPU": "pytorch"})
 

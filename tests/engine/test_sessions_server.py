@@ -33,6 +33,7 @@ def kill(server: Server) -> None:
     server.process.wait(60)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(tmp_path: Path, book_tokens: list[int]) -> None:
     folder = tmp_path / "sessions"
     flags = [*FLAGS, "--kv-sessions-dir", str(folder)]

@@ -84,8 +84,8 @@ def test_the_target_drafts_for_itself(name: str, engine_pool: EnginePool, llama:
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        ("eagle", "cascade"),
         ("mtp", "window"),
+        pytest.param("eagle", "cascade", marks=pytest.mark.slow),
         pytest.param("draft_model", "recall", marks=pytest.mark.slow),
         pytest.param("draft_model", "h2o", marks=pytest.mark.slow),
         pytest.param("eagle", "units", marks=pytest.mark.slow),

@@ -130,7 +130,9 @@ def test_recall_where_a_block_has_99_kb(capability: int) -> None:
     check(compiled("RECALL_SHAPES", capability), RECALL, judge=16)
 
 
-@pytest.mark.parametrize("size", [64, 80, 96, 256])
+@pytest.mark.parametrize(
+    "size", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 96, 256))]
+)
 def test_head_sizes(size: int) -> None:
     check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90))
 
@@ -153,6 +155,7 @@ def test_latent_rows_on_every_gpu() -> None:
     check(compiled("[LATENT_SPLIT]", 80, 89, 90), {"attend_strides"})
 
 
+@pytest.mark.slow
 def test_latent_rows_in_8_bits() -> None:
     check(compiled("STORED_SHAPES[:1]", 90, 89))
 
