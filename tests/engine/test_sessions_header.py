@@ -33,6 +33,7 @@ from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.names import NamesWriter
 from vllm_cascade.sessions.session import Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
@@ -47,10 +48,10 @@ def started(
     settings = {"memory_bytes": 10**6, "disk_bytes": 10**6, **bounds}
     made.index = SessionIndex(**settings, header=ENGINE)
     made.folder, made._foreign = Folder(folder), {}
-    made._keeper, made._names_version = ThreadPoolExecutor(1), 0
-    made._foreign_units, made._unread, made._writes_names = Counter(), {}, True
+    made._keeper, made._foreign_units = ThreadPoolExecutor(1), Counter()
+    made._names = NamesWriter(made.index, made.folder, made._keeper)
     made.folder.open()
-    made._scan(made.folder)
+    made._scan(made.folder, made._names)
     made.folder.close()
     return made, said
 
@@ -143,15 +144,17 @@ def test_other_engines_sessions_count_and_leave_first(
     made._keeper.shutdown()
 
 
-@pytest.mark.parametrize("work", ["_write_names", "_remove_foreign"])
+@pytest.mark.parametrize(
+    ("owner", "work"), [(NamesWriter, "_write"), (SchedulerSessions, "_remove_foreign")]
+)
 def test_errors_of_its_thread_are_logged(
-    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 0, 10.0, vllm="old")
     made, _ = started(tmp_path, monkeypatch, disk_bytes=100)
     said: list[str] = []
     monkeypatch.setattr(threads.logger, "exception", lambda text, *_: said.append(text))
-    monkeypatch.setattr(made, work, lambda *_: [][0])
+    monkeypatch.setattr(owner, work, lambda *_: [][0])
     made.index.keep("c", [1], 100, pages=(1,), now=20, name="n")
     made.take_commands()
     made._keeper.shutdown()
@@ -191,7 +194,7 @@ def test_a_smaller_bound_keeps_pinned_sessions_first(
     index, _ = scanned(tmp_path, monkeypatch, disk_bytes=220)
     assert left(tmp_path) == {pinned.id, newer.id} and index.used["disk"] == 200
     assert older.id not in index._sessions and large.id not in index._sessions
-    assert [one.names for one in index._sessions.values()] == [{"scope mine"}, set()]
+    assert [one.names for one in index._sessions.values()] == [["scope mine"], []]
 
 
 def test_a_bound_that_the_disk_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from vllm_cascade.engine.scheduler import KVPolicyScheduler
 from vllm_cascade.engine.session_header import policy_settings
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions import session
+from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.session import Report
 
 PROMPT = list(range(1, 21))
@@ -250,6 +251,31 @@ def test_names_are_in_one_file(tmp_path: Path) -> None:
     newest = names_in(tmp_path)[key]
     assert index._sessions[newest].num_tokens == len(ends["kept"]) - 1
     assert not list(tmp_path.glob(".*"))
+
+
+def test_names_are_not_written_with_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the last ones are: after a while without another step, and when the server stops."""
+    real, written = Folder.write_names, []
+
+    def write(folder: Folder, names: dict[str, str]) -> None:
+        real(folder, names)
+        written.append([key.partition(" ")[2] for key in names])
+
+    monkeypatch.setattr(Folder, "write_names", write)
+    scheduler, begin = in_folder(tmp_path), time.monotonic()
+    for n in range(20):
+        ask(scheduler, PROMPT, kv_session=f"idle {n}")
+    while "idle 19" not in [*itertools.chain(*written)] and time.monotonic() < begin + 30:
+        time.sleep(0.01)
+    assert len(written) <= 2 + (time.monotonic() - begin)
+    assert written[-1] == [f"idle {n}" for n in range(4, 20)]
+    for n in range(20):
+        ask(scheduler, PROMPT, kv_session=f"busy {n}")
+    scheduler.shutdown()
+    assert written[-1] == [f"busy {n}" for n in range(4, 20)] and len(names_in(tmp_path)) == 16
+    assert len(written) <= 3 + (time.monotonic() - begin)
 
 
 @pytest.mark.parametrize("value", ["false", "true", 2, 0.5, [True]])

@@ -622,7 +622,7 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         assert not {i for i, s in held.items() if s.reading or s.writing}
         lengths = [n for counter in index._lengths.values() for n in counter.elements()]
         assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
-        assert all(s.names == {"n"} for s in index._by_name.values())
+        assert all(s.names == ["n"] for s in index._by_name.values())
 
 
 def test_names_that_a_file_must_hold() -> None:
@@ -720,6 +720,42 @@ def test_two_names_of_equal_tokens() -> None:
     assert index.release("b") and len(index) == 0 and ops(index) == ["drop", "remove"]
     again = SessionIndex(1000, disk_bytes=1000)
     assert again.adopt(Session.of(session.header, used=0), names) and again.names() == names
+
+
+def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send a new one with each request; the latest ones stay."""
+    monkeypatch.setattr(index_module, "MOST_NAMES_HELD", 20)
+    index = SessionIndex(10**9, 10**9)
+    for n in range(50):
+        one = keep(index, [1], name=f"s {n}")
+    assert list(index.names()) == [f"s {n}" for n in range(34, 50)]
+    again = SessionIndex(10**9, 10**9)
+    session = index._sessions[one]
+    assert again.adopt(Session.of(session.header, used=0), [f"s {n}" for n in range(50)])
+    assert again.names() == index.names()
+    other = keep(index, [1, 2], name="s 34")
+    for n in range(5):
+        keep(index, [1, 2], name=f"t {n}")
+    assert list(index.names()) == [
+        *(f"s {n}" for n in range(36, 50)),
+        "s 34",
+        *map("t {}".format, range(5)),
+    ]
+    assert index.named("s 35") is None and not index.release("s 35")
+    assert session.names == list(index.names())[:14] and index.named("s 34").id == other
+
+
+def test_a_name_costs_little_beside_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Salts and adapters are compared only where names have to leave."""
+    asked: list[Session] = []
+    scopes = index_module._scopes
+    monkeypatch.setattr(index_module, "_scopes", lambda one: asked.append(one) or scopes(one))
+    index = SessionIndex(1000, 1000)
+    for n in range(50):
+        keep(index, [n], name=f"s {n}")
+    assert len(index.names()) == 50 and not asked
+    keep(index, [99], name="s 99")
+    assert len(index.names()) == 50 and len(asked) > 50
 
 
 def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:

@@ -71,9 +71,9 @@ class Session:
         num_bytes: bytes that its state takes, in memory and on disk.
         prompt: length and digest of the prompt that its last tokens answer; empty: they answer
             none, so this is a prompt state.
-        names: what requests pinned it under; none: it is not pinned. Names are in a file of their
-            own (``Folder.names``), because they move on without a session's file being written
-            again.
+        names: what requests pinned it under, the oldest first; none: it is not pinned. Names are in
+            a file of their own (``Folder.names``), because they move on without a session's file
+            being written again.
         used: seconds since the epoch at which it was last kept or used.
         touched: the same as its file says, which a new server goes by.
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
@@ -97,7 +97,7 @@ class Session:
     num_tokens: int
     num_bytes: int
     prompt: str = ""
-    names: set[str] = field(default_factory=set)
+    names: list[str] = field(default_factory=list)
     used: float = 0.0
     touched: float = 0.0
     stamp: str = ""
