@@ -88,7 +88,7 @@ def test_another_engines_sessions(
         header = header_of(one, rank="0of1", **({key: "another"} if n else {}))
         write(tmp_path / file_name(one.id, 0, 1), header, tensors())
     index, said = scanned(tmp_path, monkeypatch)
-    assert index.held == {"memory": 0, "disk": 3} and index.counters.misses == {"foreign": 2}
+    assert index.held == {"memory": 0, "disk": 3} and index.counters.lost == {"foreign": 2}
     assert index.used["disk"] == 300 and sum(one.unusable for one in index._sessions.values()) == 2
     (line,) = said
     assert f"2 sessions in {tmp_path} belong to an engine with another {key}" in line
@@ -140,7 +140,7 @@ def test_other_engines_sessions_count_and_leave_first(
         assert (tmp_path / "aa.0of1.units").exists() == (n == 1)
         index.note(Report(written=[commands[1].id]))
     assert index.used["disk"] == 300 and index.held["disk"] == 3
-    assert index.counters.misses == {"foreign": 3, "evicted": 2}
+    assert index.counters.lost == {"foreign": 3, "evicted": 2}
     made._keeper.shutdown()
 
 
@@ -214,7 +214,7 @@ def test_expired_and_large_sessions_at_start(
     large, fits = put(tmp_path, 2, now, num_bytes="150"), put(tmp_path, 3, now)
     index, _ = scanned(tmp_path, monkeypatch, memory_bytes=120, ttl=500)
     assert left(tmp_path) == {large.id, fits.id} and index.used["disk"] == 250
-    assert index.counters.misses["expired"] == 1
+    assert index.counters.lost["expired"] == 1
     assert index._sessions[large.id].unusable and not index._sessions[fits.id].unusable
 
 
@@ -232,7 +232,7 @@ def test_a_read_error_at_start_destroys_nothing(
         broken.setattr(files, "_description", fail)
         index, said = scanned(tmp_path, monkeypatch)
     assert left(tmp_path) == {one.id} and units.exists() and len(index) == 0
-    assert index.counters.misses == {"io": 1} and "Input/output error" in said[0]
+    assert index.counters.lost == {"io": 1} and "Input/output error" in said[0]
     assert "stays where it is" in said[0]
     index, said = scanned(tmp_path, monkeypatch)
     assert one.id in index._sessions and not said
@@ -275,14 +275,14 @@ def test_parts_of_a_set_that_a_crash_left_are_deleted(
         write(tmp_path / file_name(two.id, rank, 2), header, tensors())
     index, said = scanned(tmp_path, monkeypatch)
     assert not said and not left(tmp_path) and not list((tmp_path / DAMAGED).iterdir())
-    assert index.counters.misses == {"incomplete": 3}
+    assert index.counters.lost == {"incomplete": 3}
 
 
 def test_damaged_files_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / file_name(put(tmp_path, 1, 1.0).id, 0, 1)
     path.write_bytes(path.read_bytes()[:-9])
     index, said = scanned(tmp_path, monkeypatch)
-    assert len(index) == 0 and index.counters.misses == {"damaged": 1}
+    assert len(index) == 0 and index.counters.lost == {"damaged": 1}
     (line,) = said
     assert line.startswith(f"KV sessions: {path.name} is damaged (")
     assert line.endswith("its chat is read again. Check the disk, then delete it")

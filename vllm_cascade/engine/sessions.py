@@ -195,7 +195,7 @@ class SchedulerSessions:
         ):
             num_bytes = int(entry.header["num_bytes"])
             if self.index.ttl and entry.used < oldest:
-                self.index.counters.misses["expired"] += 1
+                self.index.counters.lost["expired"] += 1
             elif num_bytes <= room:
                 room -= num_bytes
                 taken.add(entry.files)
@@ -216,7 +216,7 @@ class SchedulerSessions:
     def _put_aside(self, folder: Folder, bad: Sequence[Bad]) -> None:
         """Do with files that no session can be read from what their reasons ask for."""
         for name, problem, reason in bad:
-            self.index.counters.misses[reason] += 1
+            self.index.counters.lost[reason] += 1
             if reason == "incomplete":  # a crash between two ranks' files: all that is left of one
                 folder.remove([name])
             elif reason == "damaged":
@@ -235,7 +235,7 @@ class SchedulerSessions:
 
     def _say_foreign(self, folder: Folder, foreign: Mapping[str, int]) -> None:
         for what, number in foreign.items():
-            self.index.counters.misses["foreign"] += number
+            self.index.counters.lost["foreign"] += number
             logger.warning(
                 "KV sessions: %d sessions in %s belong to an engine with another %s and are not "
                 "used; give each engine a --kv-sessions-dir of its own",
@@ -483,14 +483,14 @@ class SchedulerSessions:
         context = self.context(request, num)
         if context is None or self.context(request, 0) != self._begun.get(request):
             reason = "changed" if self._is_text(request) else "not_text"
-            self.index.counters.misses[reason] += 1
+            self.index.counters.lost[reason] += 1
             return
         tokens, blocks = request.all_token_ids[:num], pages(num)
         named = None if pinned is None else self.index.named(pinned)
         contexts = {context, *self._contexts(request)}
         parts = () if named is None else self.index.parts(named)
         if parts and not any(self.index.begins(one, contexts, tokens) for one in parts):
-            self.index.counters.misses["name_diverged"] += 1
+            self.index.counters.lost["name_diverged"] += 1
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
         self.index.keep(
             *(context, tokens, num_bytes, blocks, time.time(), pinned),
@@ -538,6 +538,7 @@ class SchedulerSessions:
             bytes=dict(index.used),
             hits=dict(counters.hits - before.hits),
             misses=dict(counters.misses - before.misses),
+            lost=dict(counters.lost - before.lost),
             hit_tokens=counters.hit_tokens - before.hit_tokens,
             kept=counters.kept - before.kept,
             load_seconds=loads,

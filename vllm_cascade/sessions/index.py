@@ -263,7 +263,7 @@ class SessionIndex:
             self._bound_pins(known)
             return known
         if not self._make_room(num_bytes, spared=behind):
-            self.counters.misses["memory_full"] += 1
+            self.counters.lost["memory_full"] += 1
             return None
         if known is not None:
             names = known.names.copy()
@@ -368,7 +368,7 @@ class SessionIndex:
             oldest = next(iter(self._sessions.values()))
             if oldest.used + self.ttl >= now or oldest.waiting:
                 return
-            self.counters.misses["expired"] += 1
+            self.counters.lost["expired"] += 1
             self.forget(oldest)
 
     # --- workers --------------------------------------------------------------------------------
@@ -393,14 +393,14 @@ class SessionIndex:
                 self._set_memory(session, in_memory=True)
         for id_ in report.unsaved:
             if session := self._reported(report, id_):
-                self.counters.misses["memory_full"] += 1
+                self.counters.lost["memory_full"] += 1
                 self._undo(session)
         for id_ in report.written:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
                 self.names_version += bool(session.names)
         for id_ in report.unwritten:
-            self.counters.misses["unwritten"] += 1
+            self.counters.lost["unwritten"] += 1
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
@@ -413,7 +413,7 @@ class SessionIndex:
                 self.version += session.rests_until > 0
                 session.rests_until = 0.0
         for id_, reason in report.unreadable.items():
-            self.counters.misses[reason] += 1
+            self.counters.lost[reason] += 1
             if (session := self._reported(report, id_)) and session.reading:
                 self._command("drop", session)  # ranks that have read it
                 self._set_memory(session)
@@ -594,7 +594,7 @@ class SessionIndex:
                 self._set_memory(session)
                 self._command("drop", session)
             else:
-                self.counters.misses["evicted"] += 1
+                self.counters.lost["evicted"] += 1
                 self.forget(session)
         return True
 
@@ -632,13 +632,13 @@ class SessionIndex:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:
-            self.counters.misses["disk_full"] += 1
+            self.counters.lost["disk_full"] += 1
             return False
         for session in chosen:
             if session.in_memory:
                 self._set_disk(session)
                 self._command("remove", session)
             else:
-                self.counters.misses["evicted"] += 1
+                self.counters.lost["evicted"] += 1
                 self.forget(session)
         return True

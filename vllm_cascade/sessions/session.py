@@ -208,7 +208,9 @@ class SessionCounters:
     Attributes:
         hits: requests that started from a session, by the tier that held it.
         hit_tokens: tokens that these requests did not compute.
-        misses: requests or sessions that found nothing or were lost, by reason.
+        misses: requests that started from no session, nor from a snapshot of as many tokens, by
+            reason.
+        lost: states that were not kept, and sessions that are gone or cannot be used, by reason.
         kept: sessions kept.
         load_seconds: durations of reads from disk; the reader empties the list.
     """
@@ -216,5 +218,6 @@ class SessionCounters:
     hits: Counter[str] = field(default_factory=Counter)
     hit_tokens: int = 0
     misses: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     load_seconds: list[float] = field(default_factory=list)
