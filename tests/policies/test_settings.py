@@ -59,6 +59,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"name": "sink", "recall": 8, "recall_memory": float("inf")},
         "recall_memory = inf: .*finite",
     ),
+    "memory without end": (
+        {"name": "sink", "recall": 8, "recall_memory": 1e300},
+        r"recall_memory = 1e\+300: .*less than or equal to 1048576",
+    ),
     "no sub-caches": ({"name": "cascade", "num_subcaches": 0}, "num_subcaches = 0"),
     "base one": ({"name": "cascade", "cascade_base": 1}, "cascade_base = 1"),
     "eager as text": ({"name": "cascade", "eager_fill": "no"}, "eager_fill = 'no'"),

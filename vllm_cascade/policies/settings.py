@@ -213,6 +213,7 @@ class KVPolicyConfig(BaseModel):
     recall_memory: float | None = Field(
         None,
         gt=0,
+        le=1 << 20,
         allow_inf_nan=False,
         description="GiB of host memory for the evicted units of all requests and snapshots; null: "
         "as much as --max-num-seqs requests can need, at most a quarter of what is available",
