@@ -29,6 +29,7 @@ from vllm_cascade.policies.settings import (
     describe,
     did_you_mean,
     explaining,
+    shown,
 )
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
@@ -110,9 +111,10 @@ def policy_class(
             f"{place} {name}: its package cannot be loaded ({UNUSABLE[name]}); "
             "repair or uninstall that package"
         )
-    shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:60]}..."
-    hint = did_you_mean(str(name), choices)
-    raise KVPolicyError(f"{place}: unknown policy {shown}, choose from {', '.join(choices)}{hint}")
+    hint = did_you_mean(name, choices) if isinstance(name, str) else ""
+    raise KVPolicyError(
+        f"{place}: unknown policy {shown(name)}, choose from {', '.join(choices)}{hint}"
+    )
 
 
 def resolve(

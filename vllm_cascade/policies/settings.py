@@ -7,6 +7,7 @@ are one frozen, hashable, picklable object that can be sent to every process.
 """
 
 import difflib
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -32,11 +33,40 @@ RECALL_UNIT = 16
 """Default of ``unit`` if ``recall`` is set."""
 UNIT_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "page", "type": "string"}]}
 """Values of ``unit`` that users may write. An engine resolves ``page`` before validation."""
+MOST_SHOWN, MOST_COMPARED = 80, 64
+"""Characters of a value that a message shows, and of a word that similar ones are looked for."""
 OFFER_DEPTH = 3
 """Most further settings that are changed to make an offered value valid."""
 
 Change = dict[str, Any]
 Result = TypeVar("Result")
+
+
+def cut(text: str) -> str:
+    """A text for a message: its beginning if it is long, since clients choose its length."""
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+class _Beginning(reprlib.Repr):
+    """Writes as much of a value as a message shows; of a nested one, its outer levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 2 * MOST_SHOWN  # is cut in its middle
+
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:  # more digits than Python writes
+            return f"an integer of {value.bit_length()} bits"
+
+
+_beginning = _Beginning()
+
+
+def shown(value: Any) -> str:
+    """A value for a message, as Python writes it; a client's may be megabytes or nested deeply."""
+    return cut(_beginning.repr(value))
 
 
 @dataclass(frozen=True)
@@ -120,7 +150,8 @@ class Misfit(ValueError):
             if change.keys() != {self.key}:
                 fixes.append("set " + " and ".join(f"{name(k)} to {v}" for k, v in change.items()))
         fix = ", or ".join([*fixes, *filter(None, [self.hint])]) or "change the other settings"
-        return f"{name(self.key)} {self.value} {self.reason}; {fix}"
+        value = cut(self.value) if isinstance(self.value, str) else shown(self.value)
+        return f"{name(self.key)} {value} {self.reason}; {fix}"
 
 
 def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
@@ -141,7 +172,12 @@ def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about an unknown word; empty if no choice is similar."""
+    """The end of a message about an unknown word; empty if no choice is similar.
+
+    Nothing is similar to a long word, and comparing it may take seconds.
+    """
+    if len(word) > MOST_COMPARED:
+        return ""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -327,7 +363,7 @@ def describe(
     """
     lines = []
     for item in error.errors():
-        where = name(str(item["loc"][0])) if item["loc"] else "kv_policy"
+        where = name(cut(str(item["loc"][0]))) if item["loc"] else "kv_policy"
         if item["type"] == "extra_forbidden" and cls is not None:
             keys = ["name", *cls.model_fields]
             hint = did_you_mean(str(item["loc"][0]), keys)
@@ -335,6 +371,6 @@ def describe(
                 f"{where}: unknown key for policy {cls.name!r}; known keys: {', '.join(keys)}{hint}"
             )
         else:
-            given = f" = {item['input']!r}" if item["loc"] else ""
+            given = f" = {shown(item['input'])}" if item["loc"] else ""
             lines.append(f"{where}{given}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)

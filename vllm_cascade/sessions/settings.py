@@ -9,7 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source
-from vllm_cascade.policies.settings import EngineDefault, KVPolicyError, describe, did_you_mean
+from vllm_cascade.policies.settings import (
+    EngineDefault,
+    KVPolicyError,
+    describe,
+    did_you_mean,
+    shown,
+)
 
 SESSIONS = "kv_sessions"
 """The argument that turns sessions on; the other arguments begin with it."""
@@ -79,7 +85,7 @@ class SessionSettings(BaseModel):
         taken = {key: values[key] for key in ARGUMENTS if values.get(key) is not None}
         on = taken.pop(SESSIONS, False)
         if not isinstance(on, bool):
-            raise KVPolicyError(f"{source.name(SESSIONS)} = {on!r}: it must be true or false")
+            raise KVPolicyError(f"{source.name(SESSIONS)} = {shown(on)}: it must be true or false")
         if not on and taken:
             names = ", ".join(map(source.name, taken))
             raise KVPolicyError(f"{names} has no effect without {source.name(SESSIONS)}; add it")
