@@ -666,6 +666,49 @@ def test_tables_of_batches_are_bounded(changed: dict[str, Any], fits: int) -> No
     resolve({**changed, "overflow": fits})
 
 
+INTEGERS = [
+    (name, key)
+    for name, cls in POLICIES.items()
+    for key, field in cls.model_fields.items()
+    if field.annotation in (int, int | None)
+]
+
+
+@pytest.mark.parametrize(("name", "key"), INTEGERS)
+@pytest.mark.parametrize("digits", [18, 4200, 5000])
+def test_huge_numbers(name: str, key: str, digits: int) -> None:
+    """They are refused in a short line before anything is computed from them."""
+    for sign in (1, -1):
+        with pytest.raises(KVPolicyError, match=rf"{key} = .*(at most|less than|greater)") as error:
+            resolve({"name": name, "unit": 2, "recall": 1, key: sign * 10**digits})
+        assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"name": "sink", "overflow": 10**9}, "overflow"),
+        ({"name": "lazy", "overflow": 10**9}, "overflow"),
+        ({"name": "cascade", "unit": 16, "overflow": 1 << 33}, "overflow"),
+        ({"name": "sink", "budget": 10**9}, "budget"),
+        ({"name": "h2o", "num_sinks": 10**9, "overflow": 2}, "num_sinks"),
+        ({"name": "dgc", "keep_prompt": 10**9, "unit": 2}, "keep_prompt"),
+        ({"name": "beehive", "budget": 10**9, "threshold_counts": "new"}, "budget"),
+        ({"name": "sink", "recall": 10**9, "recall_store": 10**12}, "recall"),
+    ],
+)
+def test_a_table_is_bounded_before_it_is_built(changed: dict[str, Any], key: str) -> None:
+    message = rf"{key} {changed[key]} makes a table of \d+ rows of rules, .*; lower {key}$"
+    with pytest.raises(KVPolicyError, match=message):
+        resolve(changed)
+
+
+def test_an_overflow_that_fits_is_soon_found() -> None:
+    """Of a million, where the policy's rules repeat after an odd number of units."""
+    with pytest.raises(KVPolicyError, match=r"overflow 1000000 makes rules .*; set it to \d+$"):
+        resolve({"name": "cascade", "cascade_base": 3, "budget": 1080, "overflow": 1_000_000})
+
+
 def test_a_requests_table_of_batches_is_bounded() -> None:
     """The server's rules repeat after 2,039 units; those of another policy only much later."""
     requests = PerRequest(compiled(resolve({"name": "h2o", "budget": 8192, "overflow": 2039})))

@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_cascade.policies.rules import MOST_INSERTIONS
+
 CONFIG_KEY = "kv_policy"
 """Key of the settings in ``VllmConfig.additional_config``."""
 
@@ -35,6 +37,8 @@ UNIT_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "page", "type": "string"
 """Values of ``unit`` that users may write. An engine resolves ``page`` before validation."""
 MOST_SHOWN, MOST_COMPARED = 80, 64
 """Characters of a value that a message shows, and of a word that similar ones are looked for."""
+MOST_NUMBER = 1 << 40
+"""Largest integer that a setting may be: a trillion tokens. Others are typing errors."""
 OFFER_DEPTH = 3
 """Most further settings that are changed to make an offered value valid."""
 
@@ -182,6 +186,22 @@ def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def check_numbers(settings: Mapping[str, Any], name: Callable[[str], str]) -> None:
+    """Refuse huge integers before anything is computed from them.
+
+    Args:
+        name: the user's name of a key.
+
+    Raises:
+        KVPolicyError: names the setting.
+    """
+    for key, value in settings.items():
+        if isinstance(value, int) and abs(value) > MOST_NUMBER:
+            raise KVPolicyError(
+                f"{cut(name(key))} = {shown(value)}: it must be at most {MOST_NUMBER}"
+            )
+
+
 class KVPolicyConfig(BaseModel):
     """Settings shared by every policy (``vllm_cascade/policies``); each policy adds its own.
 
@@ -216,6 +236,7 @@ class KVPolicyConfig(BaseModel):
     prefill_stride: int = Field(
         DEFAULT_PREFILL_STRIDE,
         ge=1,
+        le=1 << 20,
         description="prompt tokens attended between evictions; 1 is token by token",
     )
     head_policy: Literal["homogeneous", "per_kv_head"] = Field(
@@ -256,7 +277,10 @@ class KVPolicyConfig(BaseModel):
     )
     recall_every: int = Field(4, ge=1, description="decode steps between selections of units")
     recall_queries: int = Field(
-        32, ge=1, description="evenly spaced queries of a prompt's stride that select units"
+        32,
+        ge=1,
+        le=1 << 16,
+        description="evenly spaced queries of a prompt's stride that select units",
     )
     trace: bool = Field(
         False, description="store original token indices in the pages, for inspection"
@@ -294,6 +318,26 @@ class KVPolicyConfig(BaseModel):
             change = {"recall_store": self.recalled}
             raise Misfit("recall_store", self.recall_store, reason, change, bound="at least ")
         return self
+
+    def check_rows(self) -> None:
+        """Bound the table of rules before it is built: it has a row for each unit of these.
+
+        Raises:
+            Misfit: names the setting that takes the most rows.
+        """
+        units = self.in_units
+        first = "keep_prompt" if self.keep_prompt > self.num_sinks else "num_sinks"
+        rows = {first: units.num_sinks, "budget": units.budget}
+        rows |= {"overflow": units.overflow, "recall": self.recall}
+        if (total := sum(rows.values())) > MOST_INSERTIONS:
+            key = max(rows, key=rows.__getitem__)
+            raise Misfit(
+                key,
+                getattr(self, key),
+                f"makes a table of {total} rows of rules, and the engine has one of at most "
+                f"{MOST_INSERTIONS}",
+                hint=f"lower {key}",
+            )
 
     @classmethod
     def unit_of(cls, raw: dict[str, Any]) -> int:
