@@ -364,7 +364,9 @@ def parser() -> argparse.ArgumentParser:
         default="list",
         help="list the sessions, verify every file's checksum, or remove sessions",
     )
-    lister.add_argument("names", nargs="*", help="for remove: names, or the first letters of ids")
+    lister.add_argument(
+        "names", nargs="*", help="for remove: names, or ids, at least their first 8 letters"
+    )
     return main_parser
 
 

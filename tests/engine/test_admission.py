@@ -82,6 +82,26 @@ def test_check_request(prompt: int, max_tokens: int | None, message: str | None)
         check_request(engine, prompt, params)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv_budge" + "t" * 4_000_000: 1},
+        {"kv_budget": "x" * 4_000_000},
+        {"kv_policy": "x" * 4_000_000},
+        {"kv_session": "x" * 3_000_000},
+        {"kv_session": "a", "kv_session_release": ["x" * 1000] * 1000},
+    ],
+    ids=["key", "number", "policy", "session", "release"],
+)
+def test_a_refusal_is_short(given: dict[str, Any]) -> None:
+    """Whatever the client has sent."""
+    engine = config()
+    engine.additional_config["kv_sessions"] = True
+    with pytest.raises(VLLMValidationError) as error:
+        check_request(engine, 5, SamplingParams(max_tokens=1, extra_args=given))
+    assert len(str(error.value)) < 600 and len(error.value.parameter or "") <= 80
+
+
 def test_streaming_input_needs_room_for_the_longest_stream() -> None:
     """Its parts may come to any length; what the message proposes is accepted."""
     engine = config()

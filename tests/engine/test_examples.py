@@ -205,10 +205,12 @@ def test_the_dashboard_names_metrics_of_the_server(server: Server) -> None:
     rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
     queries += [rule["expr"] for rule in rules]
     named = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
-    assert len(queries) > 10 and len(rules) == 4
+    assert len(queries) > 10 and len(rules) == 5
     assert named <= exported
     ours = set(re.findall(r"^(vllm:kv_policy_\w+){", server.get("/metrics"), re.MULTILINE))
     assert {name for name in ours if not name.endswith("_created")} <= named
+    sessions = {f"vllm:kv_session_{name}" for name in ("hits_total", "misses_total", "bytes")}
+    assert sessions | {"vllm:kv_session_lost_total"} <= named
 
 
 def test_alerts_join_what_one_server_says() -> None:

@@ -228,6 +228,38 @@ def test_few_bodies_are_parsed(body: bytes, parsed: int, monkeypatch: pytest.Mon
     assert loads.call_count == parsed
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kv_budget", b"[" * 500 + b"]" * 500),
+        ("kv_session", b'"' + b"x" * 3_000_000 + b'"'),
+        ("kv_budget", b"1" * 4000),
+        ("kv_budget" + " " * 100_000, b"1"),
+    ],
+    ids=["nested", "text", "digits", "key"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", COHERE])
+def test_a_refusal_is_short(key: str, value: bytes, path: str) -> None:
+    """Whatever the client has sent."""
+    inside, sent = converse(parts(b'{"%s": %s}' % (key.encode(), value), 10**7), path=path)
+    assert inside == [GONE] * len(inside) and sent[0]["status"] == 400
+    error = json.loads(sent[1]["body"])["error"]
+    assert key.startswith(error["param"].rstrip(".")) and len(sent[1]["body"]) < 600
+    if path != COHERE:
+        right = {key.strip(): 1 if value == b"1" else ...}
+        short = json.dumps({"vllm_xargs": right}, default=lambda _: None).replace("null", "...")
+        assert error["message"].endswith(f"not read at this place of a request; send {short}")
+
+
+def test_a_nested_value_is_refused_as_far_as_it_is_read() -> None:
+    """Deeper ones are left to vLLM; how deep Python reads depends on where it is called from."""
+    answers = []
+    for depth in range(500, 1010):
+        body = b'{"kv_budget": %s%s}' % (b"[" * depth, b"]" * depth)
+        answers.append(converse(parts(body, 10**7))[1][0]["status"])
+    assert set(answers) == {400, 200} and answers == sorted(answers, reverse=True)
+
+
 def test_a_deeply_nested_body_is_left_to_vllm() -> None:
     body = b'{"kv_budget": ' + b'{"vllm_xargs": ' * 100_000
     inside, sent = converse(parts(body, 10**7))

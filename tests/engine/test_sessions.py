@@ -225,7 +225,7 @@ def test_200_parked_sessions(
         assert sum(index.counters.hits.values()) == hits
     print(index.counters, index.held, index.used)
     assert min(index.counters.hits[tier] for tier in ("memory", "disk")) > 0
-    assert index.counters.misses["evicted"] > 0 and pool_usage(llm) == 0.0
+    assert index.counters.lost["evicted"] > 0 and pool_usage(llm) == 0.0
     assert not llm.llm_engine.engine_core.engine_core.scheduler.sessions.origins
 
 
@@ -325,7 +325,7 @@ def test_1000_parked_sessions(
     assert sum(index.counters.hits.values()) == requests
     assert index.counters.hits["disk"] > requests // 2 and index.counters.hits["memory"] > 0
     assert index.counters.misses["no_session"] == PARKED and most_waited > 2
-    assert not set(index.counters.misses) & {"damaged", "missing", "foreign", "io", "unwritten"}
+    assert not set(index.counters.lost) & {"damaged", "missing", "foreign", "io", "unwritten"}
     assert pool_usage(llm) == 0.0
     assert not core.engine_core.engine_core.scheduler.sessions.origins
     engine_pool.close()
@@ -359,7 +359,7 @@ def test_a_name_and_a_prompt_that_does_not_begin_with_it(
     assert session is not None and session.num_tokens == len(first) + ANSWER - 1
     other = book_tokens[31000:31200]
     cached, found = ask(llm, other, **named)
-    assert cached == 0 and index.counters.misses["name_diverged"] == 1
+    assert cached == 0 and index.counters.lost["name_diverged"] == 1
     plain = {"prompt_token_ids": other, "cache_salt": "nothing is found"}
     (truth,) = llm.generate([plain], params(), use_tqdm=False)
     assert found == generated(truth)
@@ -460,7 +460,7 @@ def test_damaged_files_and_another_policy(
 
     llm = engine(engine_pool, policy, settings)
     index = index_of(llm)
-    assert index.held["disk"] == 2 and index.counters.misses == {"damaged": 1}
+    assert index.held["disk"] == 2 and index.counters.lost == {"damaged": 1}
     for n, prompt in enumerate(chats):
         cached, found = ask(llm, prompt)
         assert cached == (len(prompt) - len(NEXT) - 1 if n == 2 else 0)
@@ -468,13 +468,13 @@ def test_damaged_files_and_another_policy(
             fresh = {"prompt_token_ids": prompt, "cache_salt": "nothing is found"}
             (truth,) = llm.generate([fresh], params(), use_tqdm=False)
             assert found == generated(truth)
-    assert index.counters.misses["damaged"] == 2 and index.counters.hits == {"disk": 1}
+    assert index.counters.lost["damaged"] == 2 and index.counters.hits == {"disk": 1}
     assert len(list((tmp_path / "damaged").iterdir())) == 2
     engine_pool.close()
 
     llm = engine(engine_pool, {**policy, "budget": 96}, settings)
     index = index_of(llm)
-    assert index.counters.misses["foreign"] == len(index) >= 1
+    assert index.counters.lost["foreign"] == len(index) >= 1
     assert ask(llm, chats[2])[0] == 0
     engine_pool.close()
 
@@ -501,7 +501,7 @@ def test_a_folder_that_cannot_be_written(
         truth = uninterrupted(llm, book_tokens, 3)
         assert chat(llm, book_tokens, 3) == truth
         deadline = time.monotonic() + 20
-        while index.counters.misses["unwritten"] < 3:
+        while index.counters.lost["unwritten"] < 3:
             assert time.monotonic() < deadline
             ask(llm, [5], max_tokens=1, extra_args={"kv_session": "x", "kv_session_release": True})
     assert index.counters.hits == {"memory": 2} and not list(tmp_path.glob("*.session"))

@@ -33,6 +33,7 @@ from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
 from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.names import NamesWriter
 from vllm_cascade.sessions.session import Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
 
@@ -47,10 +48,10 @@ def started(
     settings = {"memory_bytes": 10**6, "disk_bytes": 10**6, **bounds}
     made.index = SessionIndex(**settings, header=ENGINE)
     made.folder, made._foreign = Folder(folder), {}
-    made._keeper, made._names_version = ThreadPoolExecutor(1), 0
-    made._foreign_units, made._unread, made._writes_names = Counter(), {}, True
+    made._keeper, made._foreign_units = ThreadPoolExecutor(1), Counter()
+    made._names = NamesWriter(made.index, made.folder, made._keeper)
     made.folder.open()
-    made._scan(made.folder)
+    made._scan(made.folder, made._names)
     made.folder.close()
     return made, said
 
@@ -87,7 +88,7 @@ def test_another_engines_sessions(
         header = header_of(one, rank="0of1", **({key: "another"} if n else {}))
         write(tmp_path / file_name(one.id, 0, 1), header, tensors())
     index, said = scanned(tmp_path, monkeypatch)
-    assert index.held == {"memory": 0, "disk": 3} and index.counters.misses == {"foreign": 2}
+    assert index.held == {"memory": 0, "disk": 3} and index.counters.lost == {"foreign": 2}
     assert index.used["disk"] == 300 and sum(one.unusable for one in index._sessions.values()) == 2
     (line,) = said
     assert f"2 sessions in {tmp_path} belong to an engine with another {key}" in line
@@ -139,19 +140,21 @@ def test_other_engines_sessions_count_and_leave_first(
         assert (tmp_path / "aa.0of1.units").exists() == (n == 1)
         index.note(Report(written=[commands[1].id]))
     assert index.used["disk"] == 300 and index.held["disk"] == 3
-    assert index.counters.misses == {"foreign": 3, "evicted": 2}
+    assert index.counters.lost == {"foreign": 3, "evicted": 2}
     made._keeper.shutdown()
 
 
-@pytest.mark.parametrize("work", ["_write_names", "_remove_foreign"])
+@pytest.mark.parametrize(
+    ("owner", "work"), [(NamesWriter, "_write"), (SchedulerSessions, "_remove_foreign")]
+)
 def test_errors_of_its_thread_are_logged(
-    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 0, 10.0, vllm="old")
     made, _ = started(tmp_path, monkeypatch, disk_bytes=100)
     said: list[str] = []
     monkeypatch.setattr(threads.logger, "exception", lambda text, *_: said.append(text))
-    monkeypatch.setattr(made, work, lambda *_: [][0])
+    monkeypatch.setattr(owner, work, lambda *_: [][0])
     made.index.keep("c", [1], 100, pages=(1,), now=20, name="n")
     made.take_commands()
     made._keeper.shutdown()
@@ -191,7 +194,7 @@ def test_a_smaller_bound_keeps_pinned_sessions_first(
     index, _ = scanned(tmp_path, monkeypatch, disk_bytes=220)
     assert left(tmp_path) == {pinned.id, newer.id} and index.used["disk"] == 200
     assert older.id not in index._sessions and large.id not in index._sessions
-    assert [one.names for one in index._sessions.values()] == [{"scope mine"}, set()]
+    assert [one.names for one in index._sessions.values()] == [["scope mine"], []]
 
 
 def test_a_bound_that_the_disk_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +214,7 @@ def test_expired_and_large_sessions_at_start(
     large, fits = put(tmp_path, 2, now, num_bytes="150"), put(tmp_path, 3, now)
     index, _ = scanned(tmp_path, monkeypatch, memory_bytes=120, ttl=500)
     assert left(tmp_path) == {large.id, fits.id} and index.used["disk"] == 250
-    assert index.counters.misses["expired"] == 1
+    assert index.counters.lost["expired"] == 1
     assert index._sessions[large.id].unusable and not index._sessions[fits.id].unusable
 
 
@@ -229,7 +232,7 @@ def test_a_read_error_at_start_destroys_nothing(
         broken.setattr(files, "_description", fail)
         index, said = scanned(tmp_path, monkeypatch)
     assert left(tmp_path) == {one.id} and units.exists() and len(index) == 0
-    assert index.counters.misses == {"io": 1} and "Input/output error" in said[0]
+    assert index.counters.lost == {"io": 1} and "Input/output error" in said[0]
     assert "stays where it is" in said[0]
     index, said = scanned(tmp_path, monkeypatch)
     assert one.id in index._sessions and not said
@@ -272,14 +275,14 @@ def test_parts_of_a_set_that_a_crash_left_are_deleted(
         write(tmp_path / file_name(two.id, rank, 2), header, tensors())
     index, said = scanned(tmp_path, monkeypatch)
     assert not said and not left(tmp_path) and not list((tmp_path / DAMAGED).iterdir())
-    assert index.counters.misses == {"incomplete": 3}
+    assert index.counters.lost == {"incomplete": 3}
 
 
 def test_damaged_files_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / file_name(put(tmp_path, 1, 1.0).id, 0, 1)
     path.write_bytes(path.read_bytes()[:-9])
     index, said = scanned(tmp_path, monkeypatch)
-    assert len(index) == 0 and index.counters.misses == {"damaged": 1}
+    assert len(index) == 0 and index.counters.lost == {"damaged": 1}
     (line,) = said
     assert line.startswith(f"KV sessions: {path.name} is damaged (")
     assert line.endswith("its chat is read again. Check the disk, then delete it")

@@ -88,7 +88,7 @@ def test_a_new_engine_on_the_folder_and_a_missing_part(
     (tmp_path / f"{second.id}.{world - 1}of{world}.session").unlink()
     cached, _ = ask(llm, [*history[: known + 1], *NEXT], max_tokens=1)
     flush(llm)
-    assert cached < known and index.counters.misses["missing"] == 1
+    assert cached < known and index.counters.lost["missing"] == 1
     assert second not in index._sessions.values() and index.counters.hits["disk"] <= 2
     deadline = time.monotonic() + 20
     while list(tmp_path.glob(f"{second.id}*")):

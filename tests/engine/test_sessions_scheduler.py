@@ -4,6 +4,7 @@
 import itertools
 import json
 import queue
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,16 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
 from tests.cache.test_snapshots import HASHER
+from tests.conftest import ROOT
 from tests.engine.test_scheduler import finish_step, make_scheduler
 from vllm_cascade.engine import sessions
 from vllm_cascade.engine.admission import check_session
 from vllm_cascade.engine.scheduler import KVPolicyScheduler
 from vllm_cascade.engine.session_header import policy_settings
+from vllm_cascade.engine.session_metrics import LOST, MISSES
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions import session
+from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.session import Report
 
 PROMPT = list(range(1, 21))
@@ -94,7 +98,7 @@ def test_a_name_is_its_clients_own(scheduler: Any) -> None:
     index = index_of(scheduler)
     ask(scheduler, PROMPT, salt="ours", kv_session="chat")
     ask(scheduler, [5, 6], salt="theirs", kv_session="chat")
-    assert len(index) == 2 and not index.counters.misses["name_diverged"]
+    assert len(index) == 2 and not index.counters.lost["name_diverged"]
     ask(scheduler, [7, 8], salt="theirs", kv_session="chat", kv_session_release=True)
     ask(scheduler, [7, 8], kv_session="chat", kv_session_release=True)
     (left,) = index._sessions.values()
@@ -252,6 +256,52 @@ def test_names_are_in_one_file(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_names_are_not_written_with_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the last ones are: after a while without another step, and when the server stops."""
+    real, written = Folder.write_names, []
+
+    def write(folder: Folder, names: dict[str, str]) -> None:
+        real(folder, names)
+        written.append([key.partition(" ")[2] for key in names])
+
+    monkeypatch.setattr(Folder, "write_names", write)
+    scheduler, begin = in_folder(tmp_path), time.monotonic()
+    for n in range(20):
+        ask(scheduler, PROMPT, kv_session=f"idle {n}")
+    while "idle 19" not in [*itertools.chain(*written)] and time.monotonic() < begin + 30:
+        time.sleep(0.01)
+    assert len(written) <= 2 + (time.monotonic() - begin)
+    assert written[-1] == [f"idle {n}" for n in range(4, 20)]
+    for n in range(20):
+        ask(scheduler, PROMPT, kv_session=f"busy {n}")
+    scheduler.shutdown()
+    assert written[-1] == [f"busy {n}" for n in range(4, 20)] and len(names_in(tmp_path)) == 16
+    assert len(written) <= 3 + (time.monotonic() - begin)
+
+
+def test_the_hit_rate_counts_requests(scheduler: Any) -> None:
+    """Each is a hit or a miss; what becomes of states is counted apart, and both are documented."""
+    history = ask(scheduler, PROMPT)
+    ask(scheduler, [*history, 5])
+    one = add(scheduler, [7, 8, 9])
+    finish_step(scheduler, scheduler.schedule())
+    scheduler.sessions.weights_changed()
+    finish(scheduler, one)
+    ask(scheduler, [*PROMPT, 7], max_tokens=1)
+    scheduler.sessions._reported = session.SessionCounters()  # steps have reported, too
+    stats = scheduler.sessions.report()
+    assert stats.hits == {"memory": 1} and sum(stats.misses.values()) == 3
+    assert stats.misses.keys() <= MISSES.keys() and stats.lost.keys() <= LOST.keys()
+    assert stats.lost == {"changed": 1} and not MISSES.keys() & LOST.keys()
+    assert not scheduler.sessions.report().lost
+    text = (ROOT / "docs/SESSIONS.md").read_text("utf-8").partition("## Metrics")[2]
+    (misses,) = re.findall(r"^.*kv_session_misses_total` .*$", text, re.MULTILINE)
+    assert all(f"`{reason}`" in misses for reason in MISSES)
+    assert all(f"`{reason}`" in text.partition("| lost because |")[2] for reason in LOST)
+
+
 @pytest.mark.parametrize("value", ["false", "true", 2, 0.5, [True]])
 def test_a_release_is_yes_or_no(value: Any, scheduler: Any) -> None:
     for right in (True, False, 0, 1, None):
@@ -280,7 +330,7 @@ def test_weights_that_change(call: str, tmp_path: Path) -> None:
     assert core.collective_rpc(call) == [call]
     finish(scheduler, running)
     assert index.header["model"] != before and len(index) == 1
-    assert index.counters.misses["changed"] == 1 and index.counters.kept == 1
+    assert index.counters.lost["changed"] == 1 and index.counters.kept == 1
     ask(scheduler, [*history, 5])
     assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
     scheduler.shutdown()
@@ -347,7 +397,7 @@ def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
     file.write_bytes(b"newer")
     ask(scheduler, [*history, 5], LoRARequest(**lora, lora_int_id=1))
-    assert index.counters.hits == {"memory": 1} and index.counters.misses["changed"] == 1
+    assert index.counters.hits == {"memory": 1} and index.counters.lost["changed"] == 1
     for fresh in ({"lora_int_id": 1, "load_inplace": True}, {"lora_int_id": 2}):
         history = ask(scheduler, [*history, 5], LoRARequest(**lora, **fresh))  # type: ignore[arg-type]
     assert index.counters.kept == 4 and index.counters.hits == {"memory": 2}
@@ -355,7 +405,7 @@ def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file.symlink_to("/nonexistent")
     ask(scheduler, PROMPT, LoRARequest(**lora, lora_int_id=3))
     ask(scheduler, PROMPT, LoRARequest("b", 4, "org/unknown"))
-    assert index.counters.kept == 4 and index.counters.misses["changed"] == 3
+    assert index.counters.kept == 4 and index.counters.lost["changed"] == 3
 
     hub = tmp_path / "hub" / "models--org--b"
     (hub / "snapshots" / ("a" * 40)).mkdir(parents=True)
@@ -364,7 +414,7 @@ def test_adapters(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (hub / "snapshots" / ("a" * 40) / file.name).write_bytes(b"b")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     ask(scheduler, PROMPT, LoRARequest("b", 5, "org/b"))
-    assert index.counters.kept == 5 and index.counters.misses["changed"] == 3
+    assert index.counters.kept == 5 and index.counters.lost["changed"] == 3
 
 
 def test_an_idle_server_drops_what_was_reset(scheduler: Any) -> None:

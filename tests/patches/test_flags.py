@@ -559,6 +559,28 @@ def test_flags_and_arguments_of_sessions(tmp_path: Path) -> None:
             "--kv-sessions-disk has no effect without --kv-sessions-dir",
         ),
         ({"kv_sessions": True, "kv_sessions_memory": 0.0}, "--kv-sessions-memory = 0.0"),
+        (
+            {"kv_sessions": True, "kv_sessions_memory": 1e300},
+            r"sessions-memory = 1e\+300: .*less",
+        ),
+        (
+            {"kv_sessions": True, "kv_sessions_memory": 1e-12},
+            "--kv-sessions-memory = 1e-12: ",
+        ),
+        (
+            {"kv_sessions": True, "kv_sessions_dir": "x", "kv_sessions_disk": 1e300},
+            r"--kv-sessions-disk = 1e\+300: ",
+        ),
+        (
+            {"kv_sessions": True, "kv_sessions_dir": "x", "kv_sessions_disk": 1e-12},
+            "--kv-sessions-disk = 1e-12: ",
+        ),
+        ({"kv_sessions": True, "kv_sessions_dir": ""}, "--kv-sessions-dir = '': name a folder"),
+        ({"kv_sessions": True, "kv_sessions_dir": " "}, "--kv-sessions-dir = ' ': name a folder"),
+        (
+            {"kv_sessions": True, "kv_sessions_dir": "~no-such-user/x"},
+            "--kv-sessions-dir = '~no-such-user/x': there is no such user",
+        ),
         ({"kv_sessions": "yes"}, "--kv-sessions = 'yes': it must be true or false"),
         ({"kv_sessions": True, "kv_sessions_prompts": "no"}, "--kv-sessions-prompts = 'no'"),
         (

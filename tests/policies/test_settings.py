@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: defaults, presets, and one clear error for everything that cannot work."""
 
+import difflib
 import json
 import pickle
 import re
@@ -17,7 +18,7 @@ from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import CHOICES, POLICIES, discover, resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
-from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.settings import KVPolicyError, did_you_mean, shown
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown policy": ({"name": "cascad"}, "did you mean 'cascade'"),
@@ -42,7 +43,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"name": "cascade", "cascade_base": 10**9},
         "with cascade_base 1000000000 a budget must be a multiple of .*; lower cascade_base, or",
     ),
-    "name without end": ({"name": "x" * 100_000}, r"unknown policy 'x{59}\.\.\., choose"),
+    "name without end": ({"name": "x" * 100_000}, r"unknown policy 'x{76}\.\.\., choose"),
     "budget true": ({"name": "sink", "budget": True}, "budget = True"),
     "negative sinks": ({"name": "sink", "num_sinks": -1}, "num_sinks = -1"),
     "window with sinks": ({"name": "window", "num_sinks": 4}, "num_sinks = 4"),
@@ -58,6 +59,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "endless memory": (
         {"name": "sink", "recall": 8, "recall_memory": float("inf")},
         "recall_memory = inf: .*finite",
+    ),
+    "memory without end": (
+        {"name": "sink", "recall": 8, "recall_memory": 1e300},
+        r"recall_memory = 1e\+300: .*less than or equal to 1048576",
     ),
     "no sub-caches": ({"name": "cascade", "num_subcaches": 0}, "num_subcaches = 0"),
     "base one": ({"name": "cascade", "cascade_base": 1}, "cascade_base = 1"),
@@ -222,6 +227,43 @@ def test_a_default_that_does_not_fit_is_called_one(given: dict[str, int]) -> Non
     whose = "" if given else "the default "
     with pytest.raises(KVPolicyError, match=f"^{whose}--kv-budget 1 leaves no room for a global"):
         resolve(written, max_position=4)
+
+
+NESTED: Any = []
+for _ in range(990):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("value", "begins"),
+    [
+        ("x" * 4_000_000, "'xxxxx"),
+        (10**4000, "10000"),
+        (10**5000, "an integer of 16610 bits"),
+        (NESTED, "[[["),
+        ({"a": NESTED, "b": ["x" * 1000] * 1000}, "{'a': [["),
+        (["short", 1, None, True, 1.5], "['short', 1, None, True, 1.5]"),
+    ],
+    ids=["text", "digits", "more digits", "nested", "object", "short"],
+)
+def test_a_message_shows_the_beginning_of_a_value(value: Any, begins: str) -> None:
+    """Clients choose values; ``name`` and ``budget`` are those that they send."""
+    assert shown(value).startswith(begins) and len(shown(value)) <= 80
+    for key in ("kv_policy", "kv_budget"):
+        with pytest.raises(KVPolicyError) as error:
+            PerRequest(compiled(resolve({"name": "sink"}))).schedule({key: value})
+        assert len(str(error.value)) < 300
+    with pytest.raises(KVPolicyError) as error:
+        resolve({"name": value})
+    assert len(str(error.value)) < 300
+
+
+def test_long_words_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison with 4 MB took 0.6 s and 164 MB."""
+    monkeypatch.setattr(difflib, "get_close_matches", None)
+    assert did_you_mean("kv_budge" + "t" * 4_000_000, ["kv_budget"]) == ""
+    monkeypatch.undo()
+    assert did_you_mean("kv_buget", ["kv_budget"]) == "; did you mean 'kv_budget'?"
 
 
 # --------------------------------------------------------------------- units of several tokens
@@ -622,6 +664,49 @@ def test_tables_of_batches_are_bounded(changed: dict[str, Any], fits: int) -> No
     with pytest.raises(KVPolicyError, match=message):
         resolve(changed)
     resolve({**changed, "overflow": fits})
+
+
+INTEGERS = [
+    (name, key)
+    for name, cls in POLICIES.items()
+    for key, field in cls.model_fields.items()
+    if field.annotation in (int, int | None)
+]
+
+
+@pytest.mark.parametrize(("name", "key"), INTEGERS)
+@pytest.mark.parametrize("digits", [18, 4200, 5000])
+def test_huge_numbers(name: str, key: str, digits: int) -> None:
+    """They are refused in a short line before anything is computed from them."""
+    for sign in (1, -1):
+        with pytest.raises(KVPolicyError, match=rf"{key} = .*(at most|less than|greater)") as error:
+            resolve({"name": name, "unit": 2, "recall": 1, key: sign * 10**digits})
+        assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"name": "sink", "overflow": 10**9}, "overflow"),
+        ({"name": "lazy", "overflow": 10**9}, "overflow"),
+        ({"name": "cascade", "unit": 16, "overflow": 1 << 33}, "overflow"),
+        ({"name": "sink", "budget": 10**9}, "budget"),
+        ({"name": "h2o", "num_sinks": 10**9, "overflow": 2}, "num_sinks"),
+        ({"name": "dgc", "keep_prompt": 10**9, "unit": 2}, "keep_prompt"),
+        ({"name": "beehive", "budget": 10**9, "threshold_counts": "new"}, "budget"),
+        ({"name": "sink", "recall": 10**9, "recall_store": 10**12}, "recall"),
+    ],
+)
+def test_a_table_is_bounded_before_it_is_built(changed: dict[str, Any], key: str) -> None:
+    message = rf"{key} {changed[key]} makes a table of \d+ rows of rules, .*; lower {key}$"
+    with pytest.raises(KVPolicyError, match=message):
+        resolve(changed)
+
+
+def test_an_overflow_that_fits_is_soon_found() -> None:
+    """Of a million, where the policy's rules repeat after an odd number of units."""
+    with pytest.raises(KVPolicyError, match=r"overflow 1000000 makes rules .*; set it to \d+$"):
+        resolve({"name": "cascade", "cascade_base": 3, "budget": 1080, "overflow": 1_000_000})
 
 
 def test_a_requests_table_of_batches_is_bounded() -> None:

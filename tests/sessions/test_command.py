@@ -70,6 +70,18 @@ def test_remove(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(ids(folder)) == 1
 
 
+def test_remove_is_exact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty argument or a letter removes nothing, also where there is one session only."""
+    first, *others = ids(folder)
+    main(["sessions", str(folder), "remove", *(one[:8] for one in others)])
+    for wrong in ("", first[0], first[:7], "min"):
+        with pytest.raises(SystemExit):
+            main(["sessions", str(folder), "remove", wrong])
+    errors = capsys.readouterr().err
+    assert "an empty name or id" in errors and f"0 sessions are called '{first[:7]}'" in errors
+    assert ids(folder) == [first]
+
+
 def test_folders_of_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Data-parallel engines have a folder each; the command looks into all of them."""
     other = folder / "engine-1"

@@ -638,7 +638,7 @@ def test_a_state_that_cannot_be_copied(later: bool, has_folder: bool, tmp_path: 
     report = wait(worker)
     assert len(report.unsaved) == 1
     index.note(report)
-    assert len(index) == 0 and index.counters.misses["memory_full"] == 1
+    assert len(index) == 0 and index.counters.lost["memory_full"] == 1
     worker.execute(index.take_commands())
     worker.close()
     assert not worker.states and not list(tmp_path.glob(f"*{files.SUFFIX}"))
@@ -673,7 +673,7 @@ def test_outcomes_of_two_states_with_equal_tokens(
     goes_on.release()
     worker._writer.submit(int).result(30)  # after all writes
     index.note(worker.take_report())
-    assert last.on_disk and not index.counters.misses
+    assert last.on_disk and not index.counters.lost
     assert worker._num_reported == worker._num_begun == 4
     worker.close()
 
@@ -744,7 +744,7 @@ def test_what_is_dropped_before_it_is_written_leaves_the_memory(
     report = wait(worker, 2)
     index.note(report)
     last = index.named("chat")
-    assert last is not None and last.on_disk and not index.counters.misses
+    assert last is not None and last.on_disk and not index.counters.lost
     # A report has one stamp of a session: the last one may be reported before the first.
     assert len(report.written) == 2 and last.id in report.written
     worker.close()

@@ -98,7 +98,7 @@ def test_without_a_folder_the_least_recently_used_is_lost() -> None:
     assert [(x.op, x.id) for x in commands[:2]] == [("restore", a), ("drop", b)]
     assert commands[0].pages == (7, 8) and [x.op for x in commands[2:]] == ["save"]
     assert index.find("c", [2, 3, 9], 2, 5) is None
-    assert index.counters.misses["evicted"] == 1 and index.counters.hits["memory"] == 1
+    assert index.counters.lost["evicted"] == 1 and index.counters.hits["memory"] == 1
     assert index.used == {"memory": 30, "disk": 0} and c
 
 
@@ -122,7 +122,7 @@ def test_a_waiting_requests_session_stays() -> None:
     keep(index, [3])  # drops [2], which is newer
     assert index.find("c", [2, 9], 1, 0) is None and index.find("c", [1, 9], 1, 0) is session
     assert not index.keep("c", [4], 15, pages=(0,), now=0)
-    assert index.counters.misses["memory_full"] == 1
+    assert index.counters.lost["memory_full"] == 1
     session.waiting.discard("r")
     assert index.keep("c", [4], 15, pages=(0,), now=0)
 
@@ -155,7 +155,7 @@ def test_the_folder_loses_its_least_recently_used() -> None:
     commands = written(index)
     assert index.used["disk"] <= 30 and index.used["memory"] <= 20
     assert index.find("c", [1, 9], 1, 0) is None
-    assert first not in {c.id for c in commands} and index.counters.misses["evicted"] == 2
+    assert first not in {c.id for c in commands} and index.counters.lost["evicted"] == 2
 
 
 @pytest.mark.parametrize("reason", ["damaged", "missing"])
@@ -165,7 +165,7 @@ def test_an_unreadable_session_is_a_miss(reason: str) -> None:
     session = index.find("c", [1, 2], 1, 0)
     assert session is not None and not index.ready(session, "r")
     index.note(Report(unreadable={session.id: reason}))
-    assert index.find("c", [1, 2], 1, 0) is None and index.counters.misses[reason] == 1
+    assert index.find("c", [1, 2], 1, 0) is None and index.counters.lost[reason] == 1
     assert index.used == {"memory": 0, "disk": 0} and len(index) == 0
 
 
@@ -204,7 +204,7 @@ def test_a_state_without_memory_for_its_copy() -> None:
     index.note(Report(unsaved=[second, second], stamps={second: stamp}))
     turn = session_of(index, [1])
     assert len(index) == 1 and index.named("chat") is turn and not turn.continued
-    assert index.counters.misses == {"memory_full": 1} and ops(index) == ["drop", "remove"]
+    assert index.counters.lost == {"memory_full": 1} and ops(index) == ["drop", "remove"]
     assert index.used == {"memory": 10, "disk": 10}
 
 
@@ -219,7 +219,7 @@ def test_a_file_that_stays_unread_still_counts() -> None:
         index.note(Report(unreadable={session.id: "foreign"}))
         session.waiting.discard("r")
         assert index.find("c", [n, 2], 1, 0) is None and index.version > version
-    assert index.counters.misses == {"foreign": 2} and index.used == {"memory": 0, "disk": 20}
+    assert index.counters.lost == {"foreign": 2} and index.used == {"memory": 0, "disk": 20}
     index.take_commands()
     assert index.keep("c", [0], 10, pages=(1,), now=0)
     assert ops(index) == ["remove", "save", "write"] and index.named("s 0") is not None
@@ -239,7 +239,7 @@ def test_an_unwritten_session_is_still_in_memory() -> None:
     index.note(Report(unwritten=[a]))
     session = index.find("c", [1, 2], 1, 0)
     assert session is not None and index.ready(session, "r")
-    assert index.used == {"memory": 10, "disk": 0} and index.counters.misses["unwritten"] == 1
+    assert index.used == {"memory": 10, "disk": 0} and index.counters.lost["unwritten"] == 1
 
 
 def test_a_disk_that_is_smaller_than_the_bound() -> None:
@@ -250,7 +250,7 @@ def test_a_disk_that_is_smaller_than_the_bound() -> None:
     third = keep(index, [3])
     index.take_commands()
     index.note(Report(unwritten=[third], full=True))
-    assert index.disk_bytes == 20 and index.counters.misses == {"unwritten": 1}
+    assert index.disk_bytes == 20 and index.counters.lost == {"unwritten": 1}
     index.take_commands()
     fourth = keep(index, [4])
     commands = [(c.op, c.id) for c in written(index)]
@@ -493,7 +493,7 @@ def test_names_of_aborted_answers_hold_half_of_a_tier() -> None:
         index.keep("c", [n, 1], 10, (1, 2), 0, name=f"x {n}", before=first, aborted=True)
         written(index)
     pinned = sum(one.num_bytes for one in index._sessions.values() if one.names)
-    assert pinned == 100 and not index.counters.misses["memory_full"]
+    assert pinned == 100 and not index.counters.lost["memory_full"]
     keep(index, [77])
     keep(index, [78], name="x last")
 
@@ -540,7 +540,7 @@ def test_time_to_live() -> None:
     keep(index, [1], now=0)
     keep(index, [2], now=50)
     assert index.find("c", [1, 9], 1, 61) is None and index.find("c", [2, 9], 1, 61) is not None
-    assert index.counters.misses["expired"] == 1
+    assert index.counters.lost["expired"] == 1
     assert index.find("c", [2, 9], 1, 111) is None and index.used["memory"] == 0
 
 
@@ -622,7 +622,7 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         assert not {i for i, s in held.items() if s.reading or s.writing}
         lengths = [n for counter in index._lengths.values() for n in counter.elements()]
         assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
-        assert all(s.names == {"n"} for s in index._by_name.values())
+        assert all(s.names == ["n"] for s in index._by_name.values())
 
 
 def test_names_that_a_file_must_hold() -> None:
@@ -662,7 +662,7 @@ def test_a_turns_file_stays_until_the_next_one_is_written() -> None:
     index.note(Report(written=[following]))
     keep(index, [6])
     assert turn in {c.id for c in index.take_commands() if c.op == "remove"}
-    assert not index.counters.misses
+    assert not index.counters.lost
 
 
 def test_a_pinned_chat_keeps_its_last_file() -> None:
@@ -671,9 +671,9 @@ def test_a_pinned_chat_keeps_its_last_file() -> None:
     first = keep(index, [1, 2], 60, name="chat")
     written(index)
     second = keep(index, [1, 2, 3], 60, name="chat", before=first)
-    assert index.counters.misses == {"disk_full": 1} and index.names() == {"chat": first}
+    assert index.counters.lost == {"disk_full": 1} and index.names() == {"chat": first}
     keep(index, [9], 60)
-    assert "remove" not in ops(index) and index.counters.misses == {"disk_full": 2}
+    assert "remove" not in ops(index) and index.counters.lost == {"disk_full": 2}
     index.release("chat")
     assert set(ops(index)) == {"drop"} and index.names() == {} and second
     keep(index, [8], 60)
@@ -722,6 +722,42 @@ def test_two_names_of_equal_tokens() -> None:
     assert again.adopt(Session.of(session.header, used=0), names) and again.names() == names
 
 
+def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send a new one with each request; the latest ones stay."""
+    monkeypatch.setattr(index_module, "MOST_NAMES_HELD", 20)
+    index = SessionIndex(10**9, 10**9)
+    for n in range(50):
+        one = keep(index, [1], name=f"s {n}")
+    assert list(index.names()) == [f"s {n}" for n in range(34, 50)]
+    again = SessionIndex(10**9, 10**9)
+    session = index._sessions[one]
+    assert again.adopt(Session.of(session.header, used=0), [f"s {n}" for n in range(50)])
+    assert again.names() == index.names()
+    other = keep(index, [1, 2], name="s 34")
+    for n in range(5):
+        keep(index, [1, 2], name=f"t {n}")
+    assert list(index.names()) == [
+        *(f"s {n}" for n in range(36, 50)),
+        "s 34",
+        *map("t {}".format, range(5)),
+    ]
+    assert index.named("s 35") is None and not index.release("s 35")
+    assert session.names == list(index.names())[:14] and index.named("s 34").id == other
+
+
+def test_a_name_costs_little_beside_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Salts and adapters are compared only where names have to leave."""
+    asked: list[Session] = []
+    scopes = index_module._scopes
+    monkeypatch.setattr(index_module, "_scopes", lambda one: asked.append(one) or scopes(one))
+    index = SessionIndex(1000, 1000)
+    for n in range(50):
+        keep(index, [n], name=f"s {n}")
+    assert len(index.names()) == 50 and not asked
+    keep(index, [99], name="s 99")
+    assert len(index.names()) == 50 and len(asked) > 50
+
+
 def test_a_session_used_from_memory_does_not_expire_after_a_restart() -> None:
     """Its file is touched, at most once a minute, also when equal tokens are kept again."""
     index = SessionIndex(10**9, 10**9, ttl=100)
@@ -751,7 +787,7 @@ def test_an_outcome_of_an_earlier_session_of_the_same_tokens() -> None:
     second = session_of(index, [1])
     assert second.writing and not second.on_disk and second.stamp != first
     index.note(Report(unwritten=[a], stamps={a: first}))
-    assert second.writing and index.counters.misses == {"unwritten": 1}
+    assert second.writing and index.counters.lost == {"unwritten": 1}
     index.note(Report(written=[a], stamps={a: second.stamp}))
     assert second.on_disk and not second.writing
 

@@ -160,7 +160,7 @@ def test_a_part_that_is_missing_or_wrong(damage: str, tmp_path: Path) -> None:
     execute(ranks, index.take_commands())
     index.note(wait(ranks[1]))
     reason = "missing" if damage == "gone" else "damaged"
-    assert index.counters.misses == {reason: 1} and len(index) == 0
+    assert index.counters.lost == {reason: 1} and len(index) == 0
     execute(ranks, index.take_commands())
     close(ranks)
     assert not ranks[0].states and not ranks[1].states
@@ -178,7 +178,7 @@ def test_a_part_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / file_name(session.id, 0, WORLD)).mkdir()  # cannot be replaced by a file
     execute(ranks, index.take_commands())
     index.note(wait(ranks[1]))
-    assert index.counters.misses == {"unwritten": 1} and not session.on_disk
+    assert index.counters.lost == {"unwritten": 1} and not session.on_disk
     assert index.ready(session, "r")
     (tmp_path / file_name(session.id, 0, WORLD)).rmdir()
     execute(ranks, index.take_commands())

@@ -18,7 +18,7 @@ from vllm_cascade.policies.arguments import KEYS, plain_key
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
-from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError, did_you_mean
+from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError, cut, did_you_mean, shown
 from vllm_cascade.sessions.settings import NAME as SESSION
 from vllm_cascade.sessions.settings import RELEASE, SESSION_ARGUMENTS, SessionSettings
 
@@ -150,7 +150,9 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
         known = (*KEYS, *SESSION_ARGUMENTS)
         if key in SHORT or (plain.startswith("kv_") and key not in (*known, *VLLM_KEYS)):
             hint = did_you_mean(SHORT.get(key, plain), known)
-            raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(known)}{hint}")
+            raise _refusal(
+                key, f"unknown argument {shown(key)}, choose from {', '.join(known)}{hint}"
+            )
     asked = [key for key in KEYS if extra_args.get(key) is not None]
     if not asked:
         return
@@ -186,10 +188,12 @@ def check_session(vllm_config: VllmConfig, params: SamplingParams) -> None:
         )
     name = extra_args.get(SESSION)
     if not isinstance(name, str) or not 0 < len(name) <= 256 or not _is_unicode(name):
-        raise _refusal(SESSION, f"{SESSION} must be a name of 1 to 256 characters, not {name!r}")
+        raise _refusal(
+            SESSION, f"{SESSION} must be a name of 1 to 256 characters, not {shown(name)}"
+        )
     release = extra_args.get(RELEASE)
     if not isinstance(release, int | None) or release not in (None, 0, 1):
-        raise _refusal(RELEASE, f"{RELEASE} must be true or false, not {release!r}")
+        raise _refusal(RELEASE, f"{RELEASE} must be true or false, not {shown(release)}")
 
 
 def _is_unicode(text: str) -> bool:
@@ -221,4 +225,4 @@ def _check_rules(own: Schedule, key: str, most: int | None) -> None:
 
 
 def _refusal(key: str, message: str) -> VLLMValidationError:
-    return VLLMValidationError(message, parameter=key)
+    return VLLMValidationError(message, parameter=cut(key))

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_cascade.policies.arguments import KEYS, REQUEST, collect, plain_key
-from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.settings import MOST_SHOWN, KVPolicyError, cut
 from vllm_cascade.sessions.settings import SESSION_ARGUMENTS
 
 
@@ -81,7 +81,7 @@ def wrong_place(body: Any, path: str = "") -> tuple[str, str] | None:
     place = place_of(body, path)
     found = _misplaced(body, place)
     if found is not None:
-        return found[0], _correction(*found, place)
+        return cut(found[0]), _correction(*found, place)
     client = body.get("extra_body")
     if isinstance(client, dict) and (
         "vllm_xargs" in map(plain_key, client) or _misplaced(client, None)
@@ -126,13 +126,14 @@ def _correction(key: str, value: Any, place: tuple[str, ...] | None) -> str:
     if place is None:
         without = ", ".join(end for end, one in PLACES.items() if one is None)
         return (
-            f"{key} has no effect: vLLM passes no arguments of a request on with use_beam_search, "
-            f"nor from {without}; leave it out"
+            f"{cut(key)} has no effect: vLLM passes no arguments of a request on with "
+            f"use_beam_search, nor from {without}; leave it out"
         )
-    right: Any = {plain_key(key): value}
-    for name in reversed(place):
-        right = {name: right}
-    return f"{key} is not read at this place of a request; send {json.dumps(right)}"
+    right = json.dumps(value) if isinstance(value, str | int | float | None) else "..."
+    right = "..." if len(right) > MOST_SHOWN else right
+    for name in reversed((*place, plain_key(key))):
+        right = f'{{"{name}": {right}}}'
+    return f"{cut(key)} is not read at this place of a request; send {right}"
 
 
 class KVKeysMiddleware:

@@ -12,24 +12,30 @@ from vllm_cascade.engine.stat_logger import StatLogger
 PREFIX = "vllm:kv_session_"
 TIERS = ("memory", "disk")
 MISSES = {
-    "no_session": "a request found no session that its prompt begins with",
-    "diverged": "a prompt goes on after a session's prompt, but not with its answer",
-    "not_text": "a request with images, sound or embeddings, which is not kept",
-    "changed": "not kept: weights or adapter changed, or the adapter's files are not known",
-    "memory_full": "a session was not kept: others are being written or read, or no host memory",
-    "disk_full": "a session was not written: the folder's other sessions are pinned or in use",
-    "evicted": "a session left its last tier",
-    "expired": "a session was not used for the time to live",
-    "unwritten": "a file could not be written",
-    "damaged": "a file was cut short or altered",
-    "incomplete": "a file that was there at start without those of other ranks",
-    "missing": "a file was gone",
-    "foreign": "a file is of another model, policy, layout, type or version",
-    "io": "a file could not be read",
-    "slow": "a request waited too long for a file, and read its prompt",
-    "name_diverged": "a prompt did not begin with the session of its kv_session name",
+    "no_session": "its prompt begins with no session",
+    "diverged": "its prompt goes on after a session's prompt, but not with its answer",
+    "slow": "it waited too long for a file, and read its prompt",
 }
-"""Reasons why no session was there, and what each means."""
+"""Why a request started from no session.
+
+A request that starts is a hit or a miss; one that a snapshot of as many tokens serves is neither.
+"""
+LOST = {
+    "not_text": "not kept: a request with images, sound or embeddings",
+    "changed": "not kept: weights or adapter changed, or the adapter's files are not known",
+    "memory_full": "not kept: others are being written or read, or no host memory",
+    "disk_full": "not written: the folder's other sessions are pinned or in use",
+    "unwritten": "not written: an error of the disk",
+    "name_diverged": "lost its kv_session name to a prompt that did not begin with it",
+    "evicted": "left its last tier",
+    "expired": "was not used for the time to live",
+    "damaged": "its file was cut short or altered",
+    "incomplete": "its file was there at start without those of other ranks",
+    "missing": "its file was gone",
+    "foreign": "its file is of another model, policy, layout, type or version",
+    "io": "its file could not be read",
+}
+"""What became of a state that was not kept, or of a session that cannot be used."""
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -40,7 +46,8 @@ class SessionStats:
     Attributes:
         sessions, bytes: held now, by tier.
         hits: by the tier that held the session.
-        misses: by reason.
+        misses: requests that started from none, by reason.
+        lost: states that were not kept or are gone, by reason.
         load_seconds: durations of reads from disk.
     """
 
@@ -48,6 +55,7 @@ class SessionStats:
     bytes: dict[str, int] = field(default_factory=dict)
     hits: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
     hit_tokens: int = 0
     kept: int = 0
     load_seconds: list[float] = field(default_factory=list)
@@ -71,8 +79,11 @@ class SessionStatLogger(StatLogger):
         )
         hits = Counter(f"{PREFIX}hits", "Requests that started from a session.", (*labels, "tier"))
         misses = Counter(
-            f"{PREFIX}misses",
-            "Requests or sessions without a state.",
+            f"{PREFIX}misses", "Requests that started from no session.", (*labels, "reason")
+        )
+        lost = Counter(
+            f"{PREFIX}lost",
+            "States that were not kept, and sessions that were dropped or cannot be used.",
             (*labels, "reason"),
         )
         tokens = Counter(f"{PREFIX}hit_tokens", "Tokens that these requests did not read.", labels)
@@ -90,6 +101,7 @@ class SessionStatLogger(StatLogger):
                 "bytes": {tier: size.labels(model, str(index), tier) for tier in TIERS},
                 "hits": {tier: hits.labels(model, str(index), tier) for tier in TIERS},
                 "misses": {why: misses.labels(model, str(index), why) for why in MISSES},
+                "lost": {why: lost.labels(model, str(index), why) for why in LOST},
                 "hit_tokens": tokens.labels(model, str(index)),
                 "kept": kept.labels(model, str(index)),
                 "load_seconds": load.labels(model, str(index)),
@@ -101,7 +113,7 @@ class SessionStatLogger(StatLogger):
         for name in ("sessions", "bytes"):
             for tier, value in getattr(stats, name).items():
                 metrics[name][tier].set(value)
-        for name in ("hits", "misses"):
+        for name in ("hits", "misses", "lost"):
             for label, value in getattr(stats, name).items():
                 metrics[name][label].inc(value)
         metrics["hit_tokens"].inc(stats.hit_tokens)

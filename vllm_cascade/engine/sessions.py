@@ -31,9 +31,10 @@ from vllm_cascade.log import logger
 from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.schedule import History, Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import FOREIGN, Unusable, first_difference, parts_of
-from vllm_cascade.sessions.folder import DAMAGED, NAMES, Bad, Entry, Folder
+from vllm_cascade.sessions.files import FOREIGN, first_difference, parts_of
+from vllm_cascade.sessions.folder import DAMAGED, Bad, Entry, Folder
 from vllm_cascade.sessions.index import SessionIndex
+from vllm_cascade.sessions.names import NamesWriter
 from vllm_cascade.sessions.session import Command, Prefixes, Report, Session, SessionCounters
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
 from vllm_cascade.sessions.threads import started, submit
@@ -139,12 +140,11 @@ class SchedulerSessions:
         self._keeper = started(1, "kv-sessions-folder")
         self._foreign: dict[str, Entry] = {}  # other engines' sessions in the folder, by id
         self._foreign_units: Counter[str] = Counter()  # how many of them list each file
-        self._unread: dict[str, str] = {}  # names of sessions with a read error; they keep them
-        self._writes_names = True
-        self._names_version = 0  # of the names that are in the folder, or on their way
+        self._names: NamesWriter | None = None
         if self.folder is not None:
             self.folder.open()
-            self._scan(self.folder)
+            self._names = NamesWriter(self.index, self.folder, self._keeper)
+            self._scan(self.folder, self._names)
         most = self._num_bytes(spec.engine_schedule, config.model_config.max_model_len, spec)
         logger.info(
             "KV sessions: %.2f GiB of host memory, %s; a session takes up to %.1f MiB%s",
@@ -176,18 +176,18 @@ class SchedulerSessions:
         # Chunks are whole; the first and the last may be partly used.
         return pages + (-(-units // CHUNK_UNITS) + 1) * self._chunk_bytes
 
-    def _scan(self, folder: Folder) -> None:
+    def _scan(self, folder: Folder, writer: NamesWriter) -> None:
         """Take the sessions that another run left in the folder, within its bound.
 
         Those of other engines count, too, and leave first. Pinned ones are taken first.
         """
         entries, bad = folder.entries()
         self._put_aside(folder, bad)
-        names: dict[str, set[str]] = {}
-        for name, id_ in self._names_of(folder).items():
-            names.setdefault(id_, set()).add(name)
+        names: dict[str, list[str]] = {}
+        for name, id_ in writer.read().items():
+            names.setdefault(id_, []).append(name)
         unread = {parts_of(name)[0] for name, _, reason in bad if reason == "io"}
-        self._unread = {name: id_ for id_ in names if id_ in unread for name in names[id_]}
+        writer.unread = {name: id_ for id_ in names if id_ in unread for name in names[id_]}
         differs = {one.id: first_difference(one.header, self.index.header) for one in entries}
         room, oldest, taken = self.index.disk_bytes, time.time() - self.index.ttl, set()
         for entry in sorted(
@@ -195,7 +195,7 @@ class SchedulerSessions:
         ):
             num_bytes = int(entry.header["num_bytes"])
             if self.index.ttl and entry.used < oldest:
-                self.index.counters.misses["expired"] += 1
+                self.index.counters.lost["expired"] += 1
             elif num_bytes <= room:
                 room -= num_bytes
                 taken.add(entry.files)
@@ -216,7 +216,7 @@ class SchedulerSessions:
     def _put_aside(self, folder: Folder, bad: Sequence[Bad]) -> None:
         """Do with files that no session can be read from what their reasons ask for."""
         for name, problem, reason in bad:
-            self.index.counters.misses[reason] += 1
+            self.index.counters.lost[reason] += 1
             if reason == "incomplete":  # a crash between two ranks' files: all that is left of one
                 folder.remove([name])
             elif reason == "damaged":
@@ -235,7 +235,7 @@ class SchedulerSessions:
 
     def _say_foreign(self, folder: Folder, foreign: Mapping[str, int]) -> None:
         for what, number in foreign.items():
-            self.index.counters.misses["foreign"] += number
+            self.index.counters.lost["foreign"] += number
             logger.warning(
                 "KV sessions: %d sessions in %s belong to an engine with another %s and are not "
                 "used; give each engine a --kv-sessions-dir of its own",
@@ -253,23 +253,6 @@ class SchedulerSessions:
                     "space, or lower --kv-sessions-disk",
                     *(self.index.disk_bytes / 2**30, folder.path, room / 2**30),
                 )
-
-    def _names_of(self, folder: Folder) -> dict[str, str]:
-        try:
-            return folder.names()
-        except Unusable as error:
-            self._writes_names = error.reason != "io"
-            if self._writes_names:
-                folder.move_aside(NAMES)
-            logger.warning(
-                "KV sessions: %s; no session is pinned%s",
-                error,
-                ""
-                if self._writes_names
-                else ", and no name of this server outlives it. Check the "
-                "disk, then start the server again",
-            )
-            return {}
 
     def weights_changed(self) -> None:
         """Note that the model's weights are others from now on, which are in no file."""
@@ -500,14 +483,14 @@ class SchedulerSessions:
         context = self.context(request, num)
         if context is None or self.context(request, 0) != self._begun.get(request):
             reason = "changed" if self._is_text(request) else "not_text"
-            self.index.counters.misses[reason] += 1
+            self.index.counters.lost[reason] += 1
             return
         tokens, blocks = request.all_token_ids[:num], pages(num)
         named = None if pinned is None else self.index.named(pinned)
         contexts = {context, *self._contexts(request)}
         parts = () if named is None else self.index.parts(named)
         if parts and not any(self.index.begins(one, contexts, tokens) for one in parts):
-            self.index.counters.misses["name_diverged"] += 1
+            self.index.counters.lost["name_diverged"] += 1
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
         self.index.keep(
             *(context, tokens, num_bytes, blocks, time.time(), pinned),
@@ -520,7 +503,8 @@ class SchedulerSessions:
     # --- workers ----------------------------------------------------------------------------------
 
     def take_commands(self) -> tuple[Command, ...]:
-        self._keep_names()
+        if self._names is not None:
+            self._names.keep()
         ours, others = [], []
         for command in self.index.take_commands():
             foreign = command.op == "remove" and command.id in self._foreign
@@ -539,27 +523,6 @@ class SchedulerSessions:
             with suppress(OSError):  # the folder may have become read-only
                 self.folder.remove([*gone.files, *unused])
 
-    def _keep_names(self) -> None:
-        """Let a thread write the names to the folder, if they have changed."""
-        version = self.index.names_version
-        if self.folder is not None and self._writes_names and self._names_version != version:
-            self._names_version = version
-            names = {**self._unread, **self.index.names()}
-            submit(self._keeper, self._write_names, version, names)
-
-    def _write_names(self, number: int, names: dict[str, str]) -> None:
-        if self.folder is None or number != self._names_version:
-            return  # later ones follow
-        try:
-            self.folder.write_names(names)
-        except OSError as error:
-            logger.warning(
-                "KV sessions: names could not be written to %s (%s); after a restart other "
-                "sessions may be pinned",
-                self.folder.path,
-                error,
-            )
-
     def note(self, report: Report | None) -> None:
         if report is not None:
             self.index.note(report, time.time())
@@ -575,13 +538,15 @@ class SchedulerSessions:
             bytes=dict(index.used),
             hits=dict(counters.hits - before.hits),
             misses=dict(counters.misses - before.misses),
+            lost=dict(counters.lost - before.lost),
             hit_tokens=counters.hit_tokens - before.hit_tokens,
             kept=counters.kept - before.kept,
             load_seconds=loads,
         )
 
     def close(self) -> None:
-        self._keep_names()
+        if self._names is not None:
+            self._names.close()
         self._keeper.shutdown()
         if self.folder is not None:
             self.folder.close()

@@ -23,6 +23,7 @@ from vllm_cascade.policies.settings import (
     KVPolicyError,
     describe,
     did_you_mean,
+    shown,
 )
 
 KEYS = {CONFIG_KEY: "name", **{f"kv_{key}": key for key in KVPolicyConfig.own_arguments}}
@@ -123,7 +124,7 @@ def collect(values: Mapping[str, Any], source: Source) -> Given:
             found = {key: (source.inside.format(place, key), one) for key, one in value.items()}
         elif argument == CONFIG_KEY and not isinstance(value, str):
             what = " or an object of settings" if argument in source.objects else ""
-            raise KVPolicyError(f"{place} = {value!r}: it must be the name of a policy{what}")
+            raise KVPolicyError(f"{place} = {shown(value)}: it must be the name of a policy{what}")
         else:
             found = {KEYS[argument]: (place, value)}
         for key, (name, one) in found.items():

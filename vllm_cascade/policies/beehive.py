@@ -84,6 +84,7 @@ class Beehive(Policy):
                 bound="at most ",
             )
         if self.threshold_counts == "new":
+            self.check_rows()
             peak = (units._most_cached() - units.num_sinks) * size
             if peak > budget:
                 reason = f"counting new tokens needs up to {peak} cached tokens, more than the "

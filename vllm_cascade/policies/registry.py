@@ -26,9 +26,11 @@ from vllm_cascade.policies.settings import (
     Given,
     KVPolicyError,
     Misfit,
+    check_numbers,
     describe,
     did_you_mean,
     explaining,
+    shown,
 )
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
@@ -110,9 +112,10 @@ def policy_class(
             f"{place} {name}: its package cannot be loaded ({UNUSABLE[name]}); "
             "repair or uninstall that package"
         )
-    shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:60]}..."
-    hint = did_you_mean(str(name), choices)
-    raise KVPolicyError(f"{place}: unknown policy {shown}, choose from {', '.join(choices)}{hint}")
+    hint = did_you_mean(name, choices) if isinstance(name, str) else ""
+    raise KVPolicyError(
+        f"{place}: unknown policy {shown(name)}, choose from {', '.join(choices)}{hint}"
+    )
 
 
 def resolve(
@@ -141,6 +144,7 @@ def resolve(
 
     def attempt(change: Change) -> Policy:
         settings = {**given, **change}
+        check_numbers(settings, given.name)
         cls = policy_class(settings.get("name"), given.name("name"))
         preset = settings.get("preset")
         if isinstance(preset, str):  # validation reports the others
@@ -172,17 +176,20 @@ def validated(settings: dict[str, Any], given: Given) -> Policy:
 
     Raises:
         Misfit: settings do not fit together.
-        KVPolicyError: an unknown key or a wrong type.
+        KVPolicyError: an unknown key, a wrong type or a huge number.
     """
     own = dict(settings)
+    check_numbers(own, given.name)
     cls = policy_class(own.pop("name", None), given.name("name"))
     try:
-        return cls.model_validate(own)
+        policy = cls.model_validate(own)
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(cause, Misfit):
             raise cause from None
         raise KVPolicyError(describe(error, given.name, cls)) from None
+    policy.check_rows()
+    return policy
 
 
 def _default_stride(unit: int, max_position: int | None, max_num_batched_tokens: int | None) -> int:

@@ -7,6 +7,7 @@ are one frozen, hashable, picklable object that can be sent to every process.
 """
 
 import difflib
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -21,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_cascade.policies.rules import MOST_INSERTIONS
+
 CONFIG_KEY = "kv_policy"
 """Key of the settings in ``VllmConfig.additional_config``."""
 
@@ -32,11 +35,42 @@ RECALL_UNIT = 16
 """Default of ``unit`` if ``recall`` is set."""
 UNIT_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "page", "type": "string"}]}
 """Values of ``unit`` that users may write. An engine resolves ``page`` before validation."""
+MOST_SHOWN, MOST_COMPARED = 80, 64
+"""Characters of a value that a message shows, and of a word that similar ones are looked for."""
+MOST_NUMBER = 1 << 40
+"""Largest integer that a setting may be: a trillion tokens. Others are typing errors."""
 OFFER_DEPTH = 3
 """Most further settings that are changed to make an offered value valid."""
 
 Change = dict[str, Any]
 Result = TypeVar("Result")
+
+
+def cut(text: str) -> str:
+    """A text for a message: its beginning if it is long, since clients choose its length."""
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+class _Beginning(reprlib.Repr):
+    """Writes as much of a value as a message shows; of a nested one, its outer levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 2 * MOST_SHOWN  # is cut in its middle
+
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:  # more digits than Python writes
+            return f"an integer of {value.bit_length()} bits"
+
+
+_beginning = _Beginning()
+
+
+def shown(value: Any) -> str:
+    """A value for a message, as Python writes it; a client's may be megabytes or nested deeply."""
+    return cut(_beginning.repr(value))
 
 
 @dataclass(frozen=True)
@@ -120,7 +154,8 @@ class Misfit(ValueError):
             if change.keys() != {self.key}:
                 fixes.append("set " + " and ".join(f"{name(k)} to {v}" for k, v in change.items()))
         fix = ", or ".join([*fixes, *filter(None, [self.hint])]) or "change the other settings"
-        return f"{name(self.key)} {self.value} {self.reason}; {fix}"
+        value = cut(self.value) if isinstance(self.value, str) else shown(self.value)
+        return f"{name(self.key)} {value} {self.reason}; {fix}"
 
 
 def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
@@ -141,9 +176,30 @@ def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about an unknown word; empty if no choice is similar."""
+    """The end of a message about an unknown word; empty if no choice is similar.
+
+    Nothing is similar to a long word, and comparing it may take seconds.
+    """
+    if len(word) > MOST_COMPARED:
+        return ""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_numbers(settings: Mapping[str, Any], name: Callable[[str], str]) -> None:
+    """Refuse huge integers before anything is computed from them.
+
+    Args:
+        name: the user's name of a key.
+
+    Raises:
+        KVPolicyError: names the setting.
+    """
+    for key, value in settings.items():
+        if isinstance(value, int) and abs(value) > MOST_NUMBER:
+            raise KVPolicyError(
+                f"{cut(name(key))} = {shown(value)}: it must be at most {MOST_NUMBER}"
+            )
 
 
 class KVPolicyConfig(BaseModel):
@@ -180,6 +236,7 @@ class KVPolicyConfig(BaseModel):
     prefill_stride: int = Field(
         DEFAULT_PREFILL_STRIDE,
         ge=1,
+        le=1 << 20,
         description="prompt tokens attended between evictions; 1 is token by token",
     )
     head_policy: Literal["homogeneous", "per_kv_head"] = Field(
@@ -213,13 +270,17 @@ class KVPolicyConfig(BaseModel):
     recall_memory: float | None = Field(
         None,
         gt=0,
+        le=1 << 20,
         allow_inf_nan=False,
         description="GiB of host memory for the evicted units of all requests and snapshots; null: "
         "as much as --max-num-seqs requests can need, at most a quarter of what is available",
     )
     recall_every: int = Field(4, ge=1, description="decode steps between selections of units")
     recall_queries: int = Field(
-        32, ge=1, description="evenly spaced queries of a prompt's stride that select units"
+        32,
+        ge=1,
+        le=1 << 16,
+        description="evenly spaced queries of a prompt's stride that select units",
     )
     trace: bool = Field(
         False, description="store original token indices in the pages, for inspection"
@@ -257,6 +318,26 @@ class KVPolicyConfig(BaseModel):
             change = {"recall_store": self.recalled}
             raise Misfit("recall_store", self.recall_store, reason, change, bound="at least ")
         return self
+
+    def check_rows(self) -> None:
+        """Bound the table of rules before it is built: it has a row for each unit of these.
+
+        Raises:
+            Misfit: names the setting that takes the most rows.
+        """
+        units = self.in_units
+        first = "keep_prompt" if self.keep_prompt > self.num_sinks else "num_sinks"
+        rows = {first: units.num_sinks, "budget": units.budget}
+        rows |= {"overflow": units.overflow, "recall": self.recall}
+        if (total := sum(rows.values())) > MOST_INSERTIONS:
+            key = max(rows, key=rows.__getitem__)
+            raise Misfit(
+                key,
+                getattr(self, key),
+                f"makes a table of {total} rows of rules, and the engine has one of at most "
+                f"{MOST_INSERTIONS}",
+                hint=f"lower {key}",
+            )
 
     @classmethod
     def unit_of(cls, raw: dict[str, Any]) -> int:
@@ -326,7 +407,7 @@ def describe(
     """
     lines = []
     for item in error.errors():
-        where = name(str(item["loc"][0])) if item["loc"] else "kv_policy"
+        where = name(cut(str(item["loc"][0]))) if item["loc"] else "kv_policy"
         if item["type"] == "extra_forbidden" and cls is not None:
             keys = ["name", *cls.model_fields]
             hint = did_you_mean(str(item["loc"][0]), keys)
@@ -334,6 +415,6 @@ def describe(
                 f"{where}: unknown key for policy {cls.name!r}; known keys: {', '.join(keys)}{hint}"
             )
         else:
-            given = f" = {item['input']!r}" if item["loc"] else ""
+            given = f" = {shown(item['input'])}" if item["loc"] else ""
             lines.append(f"{where}{given}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)

@@ -14,6 +14,9 @@ from vllm_cascade.sessions.files import Unusable, parts_of, read
 from vllm_cascade.sessions.folder import Bad, Entry, Folder
 from vllm_cascade.sessions.settings import ENGINE_FOLDER
 
+LEAST_PREFIX = 8
+"""First letters of an id that are enough; of fewer, one mistyped letter may be another's."""
+
 
 def run(path: Path, action: str, names: list[str]) -> None:
     """Execute the command.
@@ -30,6 +33,8 @@ def run(path: Path, action: str, names: list[str]) -> None:
         raise ValueError(f"{path} is not a folder")
     if (action == "remove") != bool(names):
         raise ValueError("remove takes the names or ids of sessions, list and verify take none")
+    if "" in names:
+        raise ValueError("an empty name or id is that of no session; `list` shows names and ids")
     engines = sorted(path.glob(f"{ENGINE_FOLDER}*"), key=lambda one: (len(one.name), one.name))
     folders = [Folder(one) for one in (path, *engines) if one.is_dir()]
     if action == "remove":
@@ -120,12 +125,19 @@ def _verify(folder: Folder, entries: list[Entry], bad: list[Bad]) -> int:
 def _chosen(
     found: list[tuple[Folder, list[Entry], dict[str, list[str]]]], name: str
 ) -> list[tuple[Folder, Entry]]:
-    """The one session with a name or an id; it may have files of several engines."""
+    """The one session with a name, or an id of which ``name`` is the beginning.
+
+    It may have files of several engines.
+    """
     entries = [(folder, entry) for folder, entries, _ in found for entry in entries]
     pinned = {id_ for _, _, names in found for id_, own in names.items() if name in own}
     chosen = [one for one in entries if one[1].id in pinned]
-    chosen = chosen or [one for one in entries if one[1].id.startswith(name)]
+    if not chosen and len(name) >= LEAST_PREFIX:
+        chosen = [one for one in entries if one[1].id.startswith(name)]
     number = len({entry.id for _, entry in chosen})
     if number != 1:
-        raise ValueError(f"{number} sessions are called {name!r}; `list` shows names and ids")
+        raise ValueError(
+            f"{number} sessions are called {name!r}; `list` shows names and ids, of which "
+            f"{LEAST_PREFIX} letters or more are needed"
+        )
     return chosen

@@ -37,6 +37,8 @@ REST_SECONDS = 30
 """Time until a file is read again that had a read error, or took too long."""
 FULL_SECONDS = 600
 """Time after which a disk that was full is expected to have its room again."""
+MOST_NAMES, MOST_NAMES_HELD = 16, 1 << 16
+"""Names that one session and all sessions keep; clients choose how many they send."""
 USELESS = ("damaged", "missing")
 """Problems of one rank's file after which those of other ranks are removed."""
 
@@ -53,6 +55,19 @@ def _uncount(counters: dict[str, Counter[Any]], context: str, key: Any) -> None:
 def _scopes(session: Session) -> set[str]:
     """The salts and adapters of the requests that pinned a session: first words of its names."""
     return {name.partition(" ")[0] for name in session.names}
+
+
+def _nearest_first(
+    pinned: list[tuple[Session, Session]], newest: Session
+) -> list[tuple[Session, Session]]:
+    """Sessions, each with a part, that share a cache salt or adapter with ``newest``, then others.
+
+    First of all those that have just lost their names for another tier.
+    """
+    scopes = _scopes(newest)
+    return sorted(
+        pinned, key=lambda pair: bool(pair[0].names) and _scopes(pair[0]).isdisjoint(scopes)
+    )
 
 
 class SessionIndex:
@@ -81,7 +96,7 @@ class SessionIndex:
         self.held = {"memory": 0, "disk": 0}  # sessions; one can be in both
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self.names_version = 0  # changes whenever ``names`` does
-        self._by_name: dict[str, Session] = {}
+        self._by_name: dict[str, Session] = {}  # oldest first
         self._lengths: dict[str, Counter[int]] = {}  # by context
         self._prompts: dict[str, Counter[str]] = {}  # by context
         self._answers: dict[str, set[str]] = {}  # ids of the sessions behind a prompt state's id
@@ -109,9 +124,10 @@ class SessionIndex:
         """Ids of the pinned sessions by name, as a restart shall find them.
 
         For a session without a complete file, that of the latest one which it continues and which
-        has a file.
+        has a file. A thread may ask while names change, so they are copied in one step.
         """
-        return {name: self._durable(session).id for name, session in self._by_name.items()}
+        pinned = self._by_name.copy()
+        return {name: self._durable(session).id for name, session in pinned.items()}
 
     def _durable(self, session: Session) -> Session:
         found: Session | None = session
@@ -236,7 +252,7 @@ class SessionIndex:
         session.stamp = secrets.token_hex(DIGEST_BYTES)
         if aborted:
             name = self._left_to(before, name)
-        known, names = self._sessions.get(session.id), set[str]()
+        known, names = self._sessions.get(session.id), list[str]()
         replaced = known is not None and (known.unusable or known.rests_until > now)
         if known is not None and not replaced:
             self._use(known, now)
@@ -247,7 +263,7 @@ class SessionIndex:
             self._bound_pins(known)
             return known
         if not self._make_room(num_bytes, spared=behind):
-            self.counters.misses["memory_full"] += 1
+            self.counters.lost["memory_full"] += 1
             return None
         if known is not None:
             names = known.names.copy()
@@ -352,7 +368,7 @@ class SessionIndex:
             oldest = next(iter(self._sessions.values()))
             if oldest.used + self.ttl >= now or oldest.waiting:
                 return
-            self.counters.misses["expired"] += 1
+            self.counters.lost["expired"] += 1
             self.forget(oldest)
 
     # --- workers --------------------------------------------------------------------------------
@@ -377,14 +393,14 @@ class SessionIndex:
                 self._set_memory(session, in_memory=True)
         for id_ in report.unsaved:
             if session := self._reported(report, id_):
-                self.counters.misses["memory_full"] += 1
+                self.counters.lost["memory_full"] += 1
                 self._undo(session)
         for id_ in report.written:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
                 self.names_version += bool(session.names)
         for id_ in report.unwritten:
-            self.counters.misses["unwritten"] += 1
+            self.counters.lost["unwritten"] += 1
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session)
                 self._command("remove", session)  # ranks that have written it
@@ -397,7 +413,7 @@ class SessionIndex:
                 self.version += session.rests_until > 0
                 session.rests_until = 0.0
         for id_, reason in report.unreadable.items():
-            self.counters.misses[reason] += 1
+            self.counters.lost[reason] += 1
             if (session := self._reported(report, id_)) and session.reading:
                 self._command("drop", session)  # ranks that have read it
                 self._set_memory(session)
@@ -460,14 +476,22 @@ class SessionIndex:
         self.version += 1
 
     def _pin(self, session: Session, name: str | None) -> None:
-        """Pin a session under a name; the session that had the name before loses it."""
+        """Pin a session under a name; the session that had the name before loses it.
+
+        Beyond the bounds, the oldest name of the session or of all sessions leaves.
+        """
         if name is None or self._by_name.get(name) is session:
             return
-        if (before := self._by_name.get(name)) is not None:
+        if (before := self._by_name.pop(name, None)) is not None:
             before.names.remove(name)
-        session.names.add(name)
+        session.names.append(name)
         self._by_name[name] = session
         self.names_version += 1
+        if len(session.names) > MOST_NAMES:
+            self._unpin(session, session.names[0])
+        if len(self._by_name) > MOST_NAMES_HELD:
+            oldest, owner = next(iter(self._by_name.items()))
+            self._unpin(owner, oldest)
 
     def _unpin(self, session: Session, name: str) -> None:
         session.names.remove(name)
@@ -488,10 +512,8 @@ class SessionIndex:
         """
         if not newest.names:
             return
-        scopes = _scopes(newest)
         pinned = [one for one in self._sessions.values() if one.names and not one.unusable]
-        order = sorted(pinned, key=lambda one: _scopes(one).isdisjoint(scopes))
-        parts = [(one, part) for one in order for part in self.parts(one)]
+        parts = [(one, part) for one in pinned for part in self.parts(one)]
         files = [(one, self._durable(part)) for one, part in parts]
         disk = [(one, file) for one, file in files if file.on_disk or file.writing]
         memory = [(one, part) for one, part in parts if not part.on_disk and not part.writing]
@@ -500,7 +522,7 @@ class SessionIndex:
             alone = sum(own.values()) > bound // 2
             held = Counter(file.id for one, file in tier if not alone or one is not newest)
             excess = sum(self._sessions[id_].num_bytes for id_ in held) - bound // 2
-            for one, file in tier:
+            for one, file in _nearest_first(tier, newest) if excess > 0 else ():
                 if excess > 0 and one is not newest:
                     held[file.id] -= 1
                     excess -= 0 if held[file.id] else file.num_bytes
@@ -572,7 +594,7 @@ class SessionIndex:
                 self._set_memory(session)
                 self._command("drop", session)
             else:
-                self.counters.misses["evicted"] += 1
+                self.counters.lost["evicted"] += 1
                 self.forget(session)
         return True
 
@@ -610,13 +632,13 @@ class SessionIndex:
                 chosen.append(session)
                 free += session.num_bytes
         if free < num_bytes:
-            self.counters.misses["disk_full"] += 1
+            self.counters.lost["disk_full"] += 1
             return False
         for session in chosen:
             if session.in_memory:
                 self._set_disk(session)
                 self._command("remove", session)
             else:
-                self.counters.misses["evicted"] += 1
+                self.counters.lost["evicted"] += 1
                 self.forget(session)
         return True

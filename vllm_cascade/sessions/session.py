@@ -71,9 +71,9 @@ class Session:
         num_bytes: bytes that its state takes, in memory and on disk.
         prompt: length and digest of the prompt that its last tokens answer; empty: they answer
             none, so this is a prompt state.
-        names: what requests pinned it under; none: it is not pinned. Names are in a file of their
-            own (``Folder.names``), because they move on without a session's file being written
-            again.
+        names: what requests pinned it under, the oldest first; none: it is not pinned. Names are in
+            a file of their own (``Folder.names``), because they move on without a session's file
+            being written again.
         used: seconds since the epoch at which it was last kept or used.
         touched: the same as its file says, which a new server goes by.
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
@@ -97,7 +97,7 @@ class Session:
     num_tokens: int
     num_bytes: int
     prompt: str = ""
-    names: set[str] = field(default_factory=set)
+    names: list[str] = field(default_factory=list)
     used: float = 0.0
     touched: float = 0.0
     stamp: str = ""
@@ -208,7 +208,9 @@ class SessionCounters:
     Attributes:
         hits: requests that started from a session, by the tier that held it.
         hit_tokens: tokens that these requests did not compute.
-        misses: requests or sessions that found nothing or were lost, by reason.
+        misses: requests that started from no session, nor from a snapshot of as many tokens, by
+            reason.
+        lost: states that were not kept, and sessions that are gone or cannot be used, by reason.
         kept: sessions kept.
         load_seconds: durations of reads from disk; the reader empties the list.
     """
@@ -216,5 +218,6 @@ class SessionCounters:
     hits: Counter[str] = field(default_factory=Counter)
     hit_tokens: int = 0
     misses: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     load_seconds: list[float] = field(default_factory=list)

@@ -5,11 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source
-from vllm_cascade.policies.settings import EngineDefault, KVPolicyError, describe, did_you_mean
+from vllm_cascade.policies.settings import (
+    EngineDefault,
+    KVPolicyError,
+    describe,
+    did_you_mean,
+    shown,
+)
 
 SESSIONS = "kv_sessions"
 """The argument that turns sessions on; the other arguments begin with it."""
@@ -18,6 +24,8 @@ NAME, RELEASE = SESSION_ARGUMENTS = ("kv_session", "kv_session_release")
 ENGINE_FOLDER = "engine-"
 """Begins the names of the folders of data-parallel engines but the first, inside the folder."""
 GIB = 2**30
+LEAST_GIB, MOST_GIB = 2**-10, 2**20
+"""A bound of memory or disk is at least a MiB and at most a PiB; others are typing errors."""
 
 
 class SessionSettings(BaseModel):
@@ -25,15 +33,29 @@ class SessionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
-    memory: float = Field(4.0, gt=0, description="GiB of host memory for sessions")
+    memory: float = Field(
+        4.0, ge=LEAST_GIB, le=MOST_GIB, description="GiB of host memory for sessions"
+    )
     dir: str | None = Field(None, description="folder for sessions that outlive the server")
-    disk: float = Field(64.0, gt=0, description="GiB of that folder")
+    disk: float = Field(64.0, ge=LEAST_GIB, le=MOST_GIB, description="GiB of that folder")
     ttl: float = Field(86400.0, ge=0, description="seconds without use until a session is dropped")
     prompts: Annotated[bool | None, EngineDefault("with --reasoning-parser")] = Field(
         None,
         description="also keep the state before each answer, for chats whose next prompt leaves "
         "its thoughts out",
     )
+
+    @field_validator("dir")
+    @classmethod
+    def _check_dir(cls, given: str | None) -> str | None:
+        """Refuse what is no folder's name, such as an empty variable of a shell."""
+        if given is not None and (not given.strip() or "\0" in given):
+            raise ValueError("name a folder")
+        try:
+            Path(given or "").expanduser()
+        except RuntimeError:
+            raise ValueError("there is no such user; name a folder") from None
+        return given
 
     def folder(self, engine: int = 0) -> Path | None:
         """The folder of a data-parallel engine; engines have different sessions."""
@@ -63,7 +85,7 @@ class SessionSettings(BaseModel):
         taken = {key: values[key] for key in ARGUMENTS if values.get(key) is not None}
         on = taken.pop(SESSIONS, False)
         if not isinstance(on, bool):
-            raise KVPolicyError(f"{source.name(SESSIONS)} = {on!r}: it must be true or false")
+            raise KVPolicyError(f"{source.name(SESSIONS)} = {shown(on)}: it must be true or false")
         if not on and taken:
             names = ", ".join(map(source.name, taken))
             raise KVPolicyError(f"{names} has no effect without {source.name(SESSIONS)}; add it")
