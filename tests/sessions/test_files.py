@@ -747,6 +747,10 @@ def test_what_is_dropped_before_it_is_written_leaves_the_memory(
     assert last is not None and last.on_disk and not index.counters.lost
     # A report has one stamp of a session: the last one may be reported before the first.
     assert len(report.written) == 2 and last.id in report.written
+    deadline = time.monotonic() + 30
+    while worker._num_reported < 40 and time.monotonic() < deadline:
+        worker.take_report()
+        time.sleep(0.01)
     worker.close()
     assert worker._num_reported == worker._num_begun == 40  # each was copied and then written
     (entry,) = Folder(tmp_path).entries()[0]
