@@ -58,11 +58,11 @@ class _Beginning(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxlong = self.maxother = 2 * MOST_SHOWN  # is cut in its middle
 
-    def repr_int(self, value: int, level: int) -> str:
+    def repr_int(self, x: int, level: int) -> str:
         try:
-            return super().repr_int(value, level)
+            return super().repr_int(x, level)
         except ValueError:  # more digits than Python writes
-            return f"an integer of {value.bit_length()} bits"
+            return f"an integer of {x.bit_length()} bits"
 
 
 _beginning = _Beginning()
