@@ -43,16 +43,20 @@ def release_unreached(
             cache.free_encoder_input(request, i)
 
 
-def whole_input(request: Request, start: int, most: int, ahead: int) -> int:
-    """Tokens from ``start`` to the end of the input there; 0: there is none, or too long a one.
+def whole_inputs(
+    request: Request, start: int, most: int, aligned: int, ahead: int, stride: int
+) -> int:
+    """Tokens of a chunk with ``--disable-chunked-mm-input``, if strides alone allow ``aligned``.
 
-    With ``--disable-chunked-mm-input`` vLLM gives a request no chunk that ends inside an input, and
-    ends chunks ``ahead`` tokens before it.
+    vLLM then gives a request no chunk that ends inside an input, and ends chunks ``ahead`` tokens
+    before it. If a stride ends later, the request would wait for ever.
 
     Args:
-        most: largest chunk.
+        most: tokens of the chunk that vLLM has chosen.
         ahead: tokens after a chunk that a drafting model reads in the same step.
     """
     places = [feature.mm_position for feature in request.mm_features]
     here = (p.offset + p.length - start for p in places if start <= p.offset <= start + ahead)
-    return max((length for length in here if length <= most), default=0)
+    chunk = max(aligned, *(length for length in here if length <= most), 0)
+    is_near = any(start < p.offset + p.length and p.offset <= start + stride for p in places)
+    return most if is_near and not chunk else chunk

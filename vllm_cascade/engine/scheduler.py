@@ -34,7 +34,7 @@ from vllm_cascade.engine.encoder_inputs import (
     held_inputs,
     needed_room,
     release_unreached,
-    whole_input,
+    whole_inputs,
 )
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.engine.recall_memory import log_memory, model_shape, open_memory
@@ -267,7 +267,7 @@ class _StrideAligned(_Base):
         chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
         if self.scheduler_config.disable_chunked_mm_input:
             ahead = self.num_prefill_lookahead
-            chunk = max(chunk, whole_input(request, start, num_new_tokens, ahead))
+            chunk = whole_inputs(request, start, num_new_tokens, chunk, ahead, self._stride)
         if not self._shares_caches:
             return chunk
         # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
@@ -298,7 +298,8 @@ class _StrideAligned(_Base):
         cut, prompt_len = chosen[1], request.num_prompt_tokens
         chunk = aligned_chunk(start, cut, prompt_len, self._stride)
         if self.scheduler_config.disable_chunked_mm_input:
-            chunk = max(chunk, whole_input(request, start, cut, shift_computed_tokens))
+            ahead = shift_computed_tokens
+            chunk = whole_inputs(request, start, cut, chunk, ahead, self._stride)
         if cut == num_new_tokens or chunk == cut:
             return chosen
         if chunk == 0:
@@ -309,7 +310,11 @@ class _StrideAligned(_Base):
                 return chosen  # waiting would not help
         reached = start + chunk + shift_computed_tokens if chunk else 0
         release_unreached(cache, request, reached, held)
-        return choose(request, start, chunk, *rest)
+        again = choose(request, start, chunk, *rest)
+        if again[1] or not chunk:
+            return again
+        # A stride ends inside an input that must be in one piece.
+        return choose(request, start, num_new_tokens, *rest)
 
     def _with_drafts(self, request: Request, end: int, limit: int) -> int:
         """End of a row of generated tokens and drafts, at most ``end``.
