@@ -13,6 +13,10 @@ HEAD = """# Reference of settings
 
 Generated from the code by `python tools/settings_page.py`; do not edit. [POLICIES.md](POLICIES.md)
 explains how settings are given and which policy to choose.
+
+Other pages have `--kv-sessions...` and the request keys `kv_session` and `kv_session_release`
+([SESSIONS.md](SESSIONS.md)), `--kv-policy-check` ([GPU.md](GPU.md)), and the request keys
+`kv_policy`, `kv_budget`, `kv_keep_prompt` and `kv_recall` ([POLICIES.md](POLICIES.md)).
 """
 
 
