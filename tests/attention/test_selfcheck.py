@@ -684,19 +684,32 @@ def test_a_card_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.driver_version() == "unknown"
 
 
-def test_a_kernel_that_does_not_run_stops_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("out of resource: shared memory, Required: 74752"),
+            "cannot be checked.*RuntimeError: out of resource.*report.*'none'.*--kv-policy full",
+        ),
+        (
+            torch.OutOfMemoryError("Tried to allocate 2 GiB"),
+            r"no memory to check .*\(Tried to allocate 2 GiB\); .* set --kv-policy-check off",
+        ),
+    ],
+    ids=["kernel", "memory"],
+)
+def test_a_check_that_does_not_run_stops_the_start(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its compiler's error alone would not say what to report, and what runs without it."""
+    """The error alone would not say what to report, and what runs without it."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("out of resource: shared memory, Required: 74752")
+        raise error
 
     monkeypatch.setattr(certify.Check, "run", fail)
     entry = DEVICES["cuda"]
     monkeypatch.setattr(type(entry), "facts", lambda self: {"card": "none"})
-    message = r"cannot be checked.*RuntimeError: out of resource.*report.*'none'.*--kv-policy full"
     with pytest.raises(KVPolicyError, match=message):
         certify.certify(resolve(POLICIES["sink"]), (SHAPE,), entry, CPU)
     assert not list(tmp_path.rglob("*.json"))

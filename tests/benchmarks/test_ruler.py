@@ -290,6 +290,18 @@ def test_what_no_capacity_can_mend_is_refused(words: list[str], said: str) -> No
         harness.ruler_settings(args, 1024)
 
 
+def test_an_arm_of_its_own_capacity_must_fit_it(tmp_path: Path) -> None:
+    from vllm_cascade import KVPolicyError
+
+    named = {"a": {"name": "sink", "capacity": 40, "unit": 16, "num_sinks": 16, "recall": 8}}
+    (tmp_path / "arms.json").write_text(json.dumps(named))
+    words = ["--suite", "ruler", "--tasks", "fwe", "--lengths", "1024", "--limit", "1"]
+    args = harness.parse_args([*words, "--arms", str(tmp_path / "arms.json")])
+    args.dtype = "float32"
+    with pytest.raises(KVPolicyError, match="40"):
+        harness.ruler_settings(args, 256)
+
+
 def test_arms_have_the_cache_type_and_size_that_were_asked_for(tmp_path: Path) -> None:
     """``--kv-cache-dtype`` is of policies alone, and an arm may have its own, as its capacity."""
     from vllm_cascade.policies.registry import resolve

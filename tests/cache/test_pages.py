@@ -99,8 +99,13 @@ UNITS = {"num_sinks": 16, "unit": 16, "recall": 8, "prefill_stride": 16}
         ({"budget": 256, **UNITS}, {"kv_recall": 2}),
         ({"budget": 256, **UNITS, "keep_prompt": 128}, {}),
         ({"budget": 96, "keep_prompt": 60, "overflow": 30}, {"kv_policy": "window"}),
+        ({"budget": 256, **UNITS, "overflow": 64}, {}),
+        ({"name": "beehive", "budget": 256, **UNITS}, {}),
     ],
-    ids=["fills up sooner", "evicts sooner", "recalls less", "kept prompts", "overflow"],
+    ids=[
+        *("fills up sooner", "evicts sooner", "recalls less", "kept prompts", "overflow"),
+        *("overflow and recall", "evicts many and recalls"),
+    ],
 )
 def test_a_table_has_room_for_every_request(
     engine: dict[str, Any], asked: dict[str, Any], block_size: int
@@ -112,10 +117,11 @@ def test_a_table_has_room_for_every_request(
     for prompt_len in (1, 20, 50, 100, 300):
         schedule = requests.schedule(asked, prompt_len)
         for num in range(1, own.policy.capacity + 100):
-            width = own.max_num_blocks_per_req(None, num)
-            assert own.num_pages(num, schedule) <= width <= own.most_pages
-            more += own.num_pages(num, schedule) > own.num_pages(num)
-    assert more or block_size > 16 or "kv_recall" in asked or "overflow" in engine
+            width, pages = own.max_num_blocks_per_req(None, num), own.num_pages(num)
+            assert max(own.num_pages(num, schedule), pages) <= width <= own.most_pages
+            more += own.num_pages(num, schedule) > pages
+            more += pages > -(-(num + own.policy.unit) // block_size)
+    assert more or block_size > 16 or "kv_recall" in asked or "kv_policy" in asked
 
 
 def test_registered_beside_vllms_own() -> None:

@@ -121,40 +121,55 @@ def test_a_pool_and_sessions_leave_less(monkeypatch: pytest.MonkeyPatch) -> None
     assert found == [2.0, 1.5, 1.0, 0.875], "a quarter of the rest"
 
 
-class Stock:
-    """vLLM's worker, which gives the pool 10 GiB."""
-
-    def determine_available_memory(self) -> int:
-        return 10 << 30
+@pytest.mark.parametrize(
+    ("ranks", "engines", "free"), [(1, 1, 6), (2, 1, 4), (1, 2, 2), (2, 2, 0), (4, 1, 0)]
+)
+def test_every_worker_of_the_host_has_a_pool(
+    ranks: int, engines: int, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 GiB, of which each pool takes 2."""
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 8 << 30)
+    config: Any = SimpleNamespace(
+        additional_config={},
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=2 << 30),
+        parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size_local=engines),
+    )
+    assert recall_memory._free_bytes(config) == free << 30
 
 
 @pytest.mark.parametrize(
     ("given", "ranks", "left"),
     [
-        ({"recall_memory": 3.0}, 1, 7),
-        ({"recall_memory": 3.0, "recall": 0}, 1, 10),
-        ({"recall_memory": 3.0, "sessions": 2.0}, 1, 5),
-        ({"recall_memory": 3.0, "sessions": 2.0}, 2, 7.5),
-        ({"recall_memory": 3.0, "pool": 10 << 30}, 1, 10),
-        ({"recall_memory": 8.0, "sessions": 2.0}, 1, None),
+        ({"recall_memory": 3.0}, 1, 10),
+        ({"recall_memory": 8.0}, 1, 8),
+        ({"recall_memory": 8.0, "recall": 0}, 1, 10),
+        ({"recall_memory": 8.0, "sessions": 2.0}, 1, 6),
+        ({"recall_memory": 8.0, "sessions": 2.0}, 2, 3),
+        ({"recall_memory": 8.0, "pool": 10 << 30}, 1, 10),
+        ({"recall_memory": 8.0, "blocks": 100}, 1, 10),
+        ({"recall_memory": 14.0, "sessions": 2.0}, 1, None),
     ],
 )
 def test_the_pool_leaves_room(
     given: dict[str, Any], ranks: int, left: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's worker gives the pool all of its share of the host's memory."""
-    monkeypatch.setattr(CPUWorker, "determine_available_memory", Stock.determine_available_memory)
+    """vLLM's worker gives the pool its share of the host's memory: here 10 of 16 GiB."""
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda _: 10 << 30)
     given = {"recall": 8, **given}
-    sessions, pool = given.pop("sessions", None), given.pop("pool", None)
+    sessions, pool, blocks = (given.pop(key, None) for key in ("sessions", "pool", "blocks"))
     policy = {"name": "sink", **resolve({"name": "sink", "unit": 16, **given}).model_dump()}
     own = {} if sessions is None else {"kv_sessions": True, "kv_sessions_memory": sessions}
-    parallel = SimpleNamespace(world_size=ranks)
     worker = object.__new__(CPUKVPolicyWorker)
-    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=pool)
-    worker.parallel_config = parallel
-    worker.vllm_config = SimpleNamespace(additional_config={"kv_policy": policy, **own})
+    worker.cache_config = SimpleNamespace(
+        kv_cache_memory_bytes=pool, num_gpu_blocks_override=blocks
+    )
+    worker.vllm_config = SimpleNamespace(
+        additional_config={"kv_policy": policy, **own},
+        parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size_local=1),
+    )
     if left is None:
-        with pytest.raises(KVPolicyError, match=r"has 10 GiB .* recall_memory .* take 10 GiB"):
+        with pytest.raises(KVPolicyError, match="recall_memory and --kv-sessions-memory leave no"):
             worker.determine_available_memory()
     else:
         assert worker.determine_available_memory() == left * 2**30

@@ -28,7 +28,7 @@ from vllm_cascade.engine.session_header import (
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.sessions import files, threads
+from vllm_cascade.sessions import files, names, threads
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, file_name, write
 from vllm_cascade.sessions.folder import DAMAGED, Folder
@@ -49,7 +49,7 @@ def started(
     made.index = SessionIndex(**settings, header=ENGINE)
     made.folder, made._foreign = Folder(folder), {}
     made._keeper, made._foreign_units = ThreadPoolExecutor(1), Counter()
-    made._names = NamesWriter(made.index, made.folder, made._keeper)
+    made._names = NamesWriter(made.index, made.folder)
     made.folder.open()
     made._scan(made.folder, made._names)
     made.folder.close()
@@ -60,6 +60,7 @@ def scanned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, **bounds: int
 ) -> tuple[SessionIndex, list[str]]:
     made, said = started(folder, monkeypatch, **bounds)
+    made._names.close()
     made._keeper.shutdown()
     return made.index, said
 
@@ -157,8 +158,34 @@ def test_errors_of_its_thread_are_logged(
     monkeypatch.setattr(owner, work, lambda *_: [][0])
     made.index.keep("c", [1], 100, pages=(1,), now=20, name="n")
     made.take_commands()
+    made._names.close()
     made._keeper.shutdown()
-    assert said == ["KV sessions: a thread failed"]
+    assert set(said) == {"KV sessions: a thread failed"}
+
+
+def test_names_are_written_again_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full for a moment: they change no more, and a later step tries again."""
+    monkeypatch.setattr(names, "PAUSE_SECONDS", 0.0)
+    made, said = started(tmp_path, monkeypatch)
+    monkeypatch.setattr(names.logger, "warning", lambda text, *args: said.append(text % args))
+    plain, fails = Folder.write_names, [2]
+
+    def write_names(folder: Folder, content: Any) -> None:
+        if fails[0]:
+            fails[0] -= 1
+            raise OSError(28, "No space left on device")
+        plain(folder, content)
+
+    monkeypatch.setattr(Folder, "write_names", write_names)
+    made.index.keep("c", [1], 100, pages=(1,), now=20, name="n")
+    for _ in range(3):
+        made._names.keep()
+        made._names._pool.submit(int).result(30)
+    assert not fails[0] and len(said) == 1 and "No space left" in said[0]
+    assert list(made.folder.names()) == ["n"]
+    made._names.close()
 
 
 def test_a_session_too_large_for_the_memory_leaves_others_units(
@@ -259,7 +286,7 @@ def test_names_outlive_a_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         else:
             made.index._pin(made.index._sessions[one.id], "scope three")
         made.take_commands()
-        made._keeper.shutdown()
+        made._names.close()
         names = json.loads((tmp_path / "names.json").read_text())
         assert names == {"scope one": one.id}
 

@@ -232,11 +232,12 @@ class KVPolicySpec(AttentionSpec):
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Pages of any request of ``max_len`` tokens, whatever policy it sets.
 
-        Its policy may fill up sooner than the engine's, or evict sooner and recall.
+        Its policy may fill up sooner than the engine's, or evict sooner and recall. Recalled units
+        have slots beside the most that were cached at any time.
         """
         kinds = (kind.slots for kind in self.kinds)
-        slots = min(kinds, default=self.page_slots)
-        return min(cdiv(max_len + self.engine_schedule.unit, slots), self.most_pages)
+        slots, policy = min(kinds, default=self.page_slots), self.engine_schedule.policy
+        return min(cdiv(max_len + policy.recalled + policy.unit, slots), self.most_pages)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes

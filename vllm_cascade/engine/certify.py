@@ -29,7 +29,7 @@ from vllm_cascade.engine.devices import Device
 from vllm_cascade.kernels.cpp.build import cache_folder
 from vllm_cascade.log import logger
 from vllm_cascade.models.rotary import Rotary
-from vllm_cascade.policies.arguments import CHECK, CHECK_MODES
+from vllm_cascade.policies.arguments import CHECK, CHECK_MODES, FLAGS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import validated
 from vllm_cascade.policies.settings import Given, KVPolicyError, Misfit
@@ -186,10 +186,16 @@ def certify(
         ) from None
     except KVPolicyError:
         raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise KVPolicyError(
+            f"there is no memory to check the kernels of this device ({error}); free some, or set "
+            f"{FLAGS.name(CHECK)} off"
+        ) from error
     except Exception as error:  # a compiler's, a driver's
         raise KVPolicyError(
             f"the kernels of this device cannot be checked, so the engine does not start: "
-            f"{type(error).__name__}: {error}. {issue}--kv-policy full runs stock vLLM"
+            f"{type(error).__name__}: {error}. {issue}{FLAGS.name(CHECK)} off leaves the check "
+            "out, and --kv-policy full runs stock vLLM"
         ) from error
     seconds = time.monotonic() - begin
     all_rows = [row for found in rows.values() for row in found]

@@ -9,7 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.drafting_worker import DraftingWorker
-from vllm_cascade.engine.recall_memory import promised_bytes
+from vllm_cascade.engine.recall_memory import memory_beside
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.log import logger
@@ -33,29 +33,29 @@ class CPUKVPolicyWorker(DraftingWorker, CPUWorker):
             rotate_latent_keys_natively(one.model)
 
     def determine_available_memory(self) -> int:
-        """Bytes of this worker's pool: vLLM gives it all that is left, of which evicted units and
-        sessions also take some, later.
+        """Bytes of this worker's pool: what vLLM gives it, unless evicted units and sessions, which
+        take their memory later, would find too little.
 
         Raises:
             KVPolicyError: nothing is left for the pool; names the settings.
         """
-        found = super().determine_available_memory()
-        if self.cache_config.kv_cache_memory_bytes is not None:
+        found, cache = super().determine_available_memory(), self.cache_config
+        if cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None:
             return found
-        taken = promised_bytes(self.vllm_config) // self.parallel_config.world_size
-        if found <= taken:
+        rest = memory_beside(self.vllm_config)
+        if rest <= 0:
             raise KVPolicyError(
-                f"kv_policy: vLLM has {found / GIB:.3g} GiB for its pool, and recall_memory and "
-                f"--kv-sessions-memory take {taken / GIB:.3g} GiB of that; lower them, or set "
-                "--kv-cache-memory-bytes"
+                "kv_policy: recall_memory and --kv-sessions-memory leave no host memory for the "
+                "pool; lower them"
             )
-        if taken:
+        if rest < found:
             logger.info(
-                "KV pool: %.3g GiB of what vLLM gives it are left for evicted units "
-                "(recall_memory) and sessions (--kv-sessions-memory)",
-                taken / GIB,
+                "KV pool: %.3g of %.3g GiB, so that evicted units (recall_memory) and sessions "
+                "(--kv-sessions-memory) have room",
+                rest / GIB,
+                found / GIB,
             )
-        return found - taken
+        return min(found, rest)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

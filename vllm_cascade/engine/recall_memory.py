@@ -65,21 +65,24 @@ def available_bytes() -> int:
     return free
 
 
-def _free_bytes(config: VllmConfig) -> int:
-    """Host memory beside that of a pool of a given size, and of sessions."""
+def _engine_bytes(config: VllmConfig) -> int:
+    """Available host memory of one of the engines on this host, less that of its sessions."""
     sessions = SessionSettings.of(config.additional_config)
+    share = available_bytes() // (config.parallel_config.data_parallel_size_local or 1)
+    return share - (0 if sessions is None else sessions.memory_bytes)
+
+
+def _free_bytes(config: VllmConfig) -> int:
+    """Host memory of an engine beside its sessions and a pool of a given size."""
     pool = config.cache_config.kv_cache_memory_bytes if this_device().pages_on_host else None
-    taken = (pool or 0) + (0 if sessions is None else sessions.memory_bytes)
-    return max(available_bytes() - taken, 0)
+    return max(_engine_bytes(config) - (pool or 0) * config.parallel_config.world_size, 0)
 
 
-def promised_bytes(config: VllmConfig) -> int:
-    """Host memory that evicted units and sessions of an engine may take later."""
-    policy, sessions = policy_of(config.additional_config), None
-    if policy is not None:
-        sessions = SessionSettings.of(config.additional_config)
+def memory_beside(config: VllmConfig) -> int:
+    """Host memory for a worker's pool beside all that evicted units and sessions may take."""
+    policy = policy_of(config.additional_config)
     recall = 0.0 if policy is None or not policy.recall else policy.recall_memory or 0.0
-    return int(recall * GIB) + (0 if sessions is None else sessions.memory_bytes)
+    return (_engine_bytes(config) - int(recall * GIB)) // config.parallel_config.world_size
 
 
 def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
@@ -209,9 +212,8 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
         longest = config.model_config.max_model_len
         one = memory.most_need(longest)
         most = memory.most_bytes(longest, config.scheduler_config.max_num_seqs) * memory.ranks
-        share = SHARE * available / (config.parallel_config.data_parallel_size_local or 1)
         least = memory.bytes_of(one) * memory.ranks
-        limit = max(min(most, share), least)
+        limit = max(min(most, SHARE * available), least)
         if memory.device_bytes:
             room = SHARE * this_device().memory_bytes()
             while limit > least and _device_bytes(shape, policy, limit, config) > room:
@@ -225,7 +227,7 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
 def _device_bytes(shape: UnitShape, policy: Policy, limit: float, config: VllmConfig) -> int:
     """What stores of at most ``limit`` bytes take on a rank's device."""
     memory = _count(shape, policy, int(limit), config)
-    return memory.capacity * memory.device_bytes
+    return memory.capacity * memory.device_bytes // config.parallel_config.pipeline_parallel_size
 
 
 def shortage(policy: Policy, config: VllmConfig) -> str:

@@ -143,7 +143,7 @@ class SchedulerSessions:
         self._names: NamesWriter | None = None
         if self.folder is not None:
             self.folder.open()
-            self._names = NamesWriter(self.index, self.folder, self._keeper)
+            self._names = NamesWriter(self.index, self.folder)
             self._scan(self.folder, self._names)
         most = self._num_bytes(spec.engine_schedule, config.model_config.max_model_len, spec)
         logger.info(

@@ -5,14 +5,13 @@ Clients choose how many names there are and how often they change, and every wri
 """
 
 import time
-from concurrent.futures import Executor
 from threading import Event
 
 from vllm_cascade.log import logger
 from vllm_cascade.sessions.files import Unusable
 from vllm_cascade.sessions.folder import NAMES, Folder
 from vllm_cascade.sessions.index import SessionIndex
-from vllm_cascade.sessions.threads import submit
+from vllm_cascade.sessions.threads import started, submit
 
 PAUSE_SECONDS, PAUSES = 1.0, 9
 """Least time between two writes, and how many times as long as a write that is at least."""
@@ -23,19 +22,17 @@ class NamesWriter:
 
     Attributes:
         unread: names and ids of sessions whose files had a read error at start; they keep them.
-
-    Args:
-        pool: a thread, which also waits between writes.
     """
 
-    def __init__(self, index: SessionIndex, folder: Folder, pool: Executor) -> None:
+    def __init__(self, index: SessionIndex, folder: Folder) -> None:
         self.unread: dict[str, str] = {}
-        self._index, self._folder, self._pool = index, folder, pool
+        self._index, self._folder = index, folder
+        self._pool = started(1, "kv-sessions-names")  # also waits between writes
         self._version = 0  # of the names in the folder
         self._waits = False  # a write has not begun yet
         self._due = 0.0
         self._closing = Event()
-        self._writes = True
+        self._writes, self._said = True, False
 
     def read(self) -> dict[str, str]:
         """Ids of sessions by name, as an earlier server left them."""
@@ -65,20 +62,25 @@ class NamesWriter:
     def _write(self) -> None:
         self._closing.wait(max(self._due - time.monotonic(), 0))
         self._waits = False  # a later change asks for the next write
-        self._version = self._index.names_version
-        begin = time.monotonic()
+        version, begin = self._index.names_version, time.monotonic()
+        if self._version == version:
+            return
         try:
             self._folder.write_names({**self.unread, **self._index.names()})
-        except OSError as error:
-            logger.warning(
-                "KV sessions: names could not be written to %s (%s); after a restart other "
-                "sessions may be pinned",
-                *(self._folder.path, error),
-            )
+            self._version = version
+        except OSError as error:  # a later step tries again
+            if not self._said:
+                self._said = True
+                logger.warning(
+                    "KV sessions: names could not be written to %s (%s); after a restart other "
+                    "sessions may be pinned (said once)",
+                    *(self._folder.path, error),
+                )
         end = time.monotonic()
         self._due = end + max(PAUSE_SECONDS, PAUSES * (end - begin))
 
     def close(self) -> None:
-        """Write the last names without a pause."""
+        """Write the last names without a pause, and stop the thread."""
         self._closing.set()
         self.keep()
+        self._pool.shutdown()
