@@ -454,6 +454,21 @@ def test_pictures_in_one_piece() -> None:
     assert encoding.ends["a"][-2:] == [300, 301]
 
 
+@pytest.mark.parametrize("cls", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("prompt", "pictures"),
+    [(203, [(76, 20), (96, 70)]), (120, [(20, 3), (24, 70)]), (130, [(33, 80), (114, 3)])],
+    ids=["touch", "a token apart", "behind a long one"],
+)
+def test_pictures_in_one_piece_near_each_other(
+    prompt: int, pictures: list[tuple[int, int]], cls: type
+) -> None:
+    """A drafting model reads a token ahead, so vLLM ends a chunk a token before a picture."""
+    encoding = Encoding(100, cls, ahead=1, disable_chunked_mm_input=True)
+    encoding.run(with_pictures("a", prompt, *pictures))
+    assert encoding.ends["a"][-2:] == [prompt, prompt + 1]
+
+
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_prompts_with_pictures_in_one_piece_end(seed: int) -> None:

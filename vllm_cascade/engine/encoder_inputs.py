@@ -43,13 +43,11 @@ def release_unreached(
             cache.free_encoder_input(request, i)
 
 
-def whole_inputs(
-    request: Request, start: int, most: int, aligned: int, ahead: int, stride: int
-) -> int:
+def whole_inputs(request: Request, start: int, most: int, aligned: int, ahead: int) -> int:
     """Tokens of a chunk with ``--disable-chunked-mm-input``, if strides alone allow ``aligned``.
 
     vLLM then gives a request no chunk that ends inside an input, and ends chunks ``ahead`` tokens
-    before it. If a stride ends later, the request would wait for ever.
+    before it. Where a stride ends inside an input, the request would wait for ever.
 
     Args:
         most: tokens of the chunk that vLLM has chosen.
@@ -57,6 +55,4 @@ def whole_inputs(
     """
     places = [feature.mm_position for feature in request.mm_features]
     here = (p.offset + p.length - start for p in places if start <= p.offset <= start + ahead)
-    chunk = max(aligned, *(length for length in here if length <= most), 0)
-    is_near = any(start < p.offset + p.length and p.offset <= start + stride for p in places)
-    return most if is_near and not chunk else chunk
+    return max(aligned, *(length for length in here if length <= most), 0)

@@ -267,7 +267,7 @@ class _StrideAligned(_Base):
         chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
         if self.scheduler_config.disable_chunked_mm_input:
             ahead = self.num_prefill_lookahead
-            chunk = whole_inputs(request, start, num_new_tokens, chunk, ahead, self._stride)
+            chunk = whole_inputs(request, start, num_new_tokens, chunk, ahead)
         if not self._shares_caches:
             return chunk
         # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
@@ -298,8 +298,7 @@ class _StrideAligned(_Base):
         cut, prompt_len = chosen[1], request.num_prompt_tokens
         chunk = aligned_chunk(start, cut, prompt_len, self._stride)
         if self.scheduler_config.disable_chunked_mm_input:
-            ahead = shift_computed_tokens
-            chunk = whole_inputs(request, start, cut, chunk, ahead, self._stride)
+            chunk = whole_inputs(request, start, cut, chunk, shift_computed_tokens)
         if cut == num_new_tokens or chunk == cut:
             return chosen
         if chunk == 0:
