@@ -114,6 +114,7 @@ def test_clusters(settings: dict[str, Any], engine_pool: EnginePool) -> None:
     assert counters["evicted_tokens"] == 400 - 104
 
 
+@pytest.mark.slow
 def test_dgc_with_a_table(engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path) -> None:
     """Document frequencies of a corpus that the command has counted."""
     from vllm_cascade.cli import main

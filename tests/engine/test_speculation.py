@@ -244,7 +244,8 @@ def test_every_policy(name: str, engine_pool: EnginePool, book_tokens: list[int]
     check_case(engine_pool, name, book_tokens, [0.7] if name != "cascade" else [0.0, 0.5, 1.0])
 
 
-@pytest.mark.parametrize("name", ["h2o", pytest.param("units", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "units"])
 def test_in_pytorch(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     check_case(engine_pool, name, book_tokens, [0.6], env={"VLLM_CASCADE_CPU": "pytorch"})
 

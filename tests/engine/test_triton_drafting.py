@@ -35,7 +35,6 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 
 EXACT = [name for name in CASES if name not in ("random", "recall")]
 """``random`` draws other numbers for other layers, and draft models recall nothing."""
-QUICK = ("window",)
 
 
 def engine(
@@ -54,9 +53,8 @@ def plain(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any) 
     return scripted_engine(pool, {**policy, "trace": False}, 0, model, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in EXACT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
 def test_the_target_drafts_for_itself(name: str, engine_pool: EnginePool, llama: Path) -> None:
     policy, drafts = CASES[name]
     asked = ASKED.get(name)
