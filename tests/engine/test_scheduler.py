@@ -475,7 +475,7 @@ def test_prompts_with_pictures_in_one_piece_end(seed: int) -> None:
     """No chunk reaches into a picture and ends there, also where a drafting model reads ahead.
 
     vLLM 0.32 itself divides a picture at which a chunk begins. Where a drafting model reads ahead,
-    pictures do not touch: vLLM would end chunks inside the first one, and 0.32 could wait for ever.
+    pictures do not touch: vLLM would end chunks inside the first one, and 0.32 could never go on.
     """
     rng = random.Random(seed)
     ahead = rng.choice([0, 1])

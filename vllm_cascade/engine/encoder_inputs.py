@@ -47,7 +47,7 @@ def whole_inputs(request: Request, start: int, most: int, aligned: int, ahead: i
     """Tokens of a chunk with ``--disable-chunked-mm-input``, if strides alone allow ``aligned``.
 
     vLLM then gives a request no chunk that ends inside an input, and ends chunks ``ahead`` tokens
-    before it. Where a stride ends inside an input, the request would wait for ever.
+    before it. A chunk that must end with a stride inside an input would never be scheduled.
 
     Args:
         most: tokens of the chunk that vLLM has chosen.
