@@ -5,6 +5,7 @@ Kernels are interpreted. Plans and choices are compared with those of the CPU's 
 compare with the oracle (``tests/engine/test_recall.py``).
 """
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -466,6 +467,16 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host + kept), num_chunks=3)
     with pytest.raises(KVPolicyError, match=r"of pinned host memory"):
         check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host + kept - 1), num_chunks=3)
+
+
+def test_the_memory_that_a_message_offers_has_room_for_fewer_rings() -> None:
+    """``recall_memory`` is of the host and of all ranks, whichever memory is short."""
+    shape = shape_of(16, 1 << 16)
+    on_device, on_host = ring_bytes(shape)
+    with pytest.raises(KVPolicyError, match="of the device's memory") as found:
+        check_memory(shape, 4, CPU, (3 * on_device, 4 * on_host), ranks=2)
+    (offered,) = re.findall(r"recall_memory to at most ([0-9.]+)", str(found.value))
+    assert float(offered) * 2**30 == pytest.approx(2 * 3 * on_host, rel=0.01)
 
 
 @pytest.mark.parametrize("shared", [False, True])
