@@ -379,10 +379,12 @@ AT_ONCE = {
         {"name": "sink", "budget": 64, "num_sinks": 16, "unit": 16, "prefill_stride": 32},
     ),
 }
+RARE = ("lazy-1", "interleaved", "soft-cap", "sinks", "sink-2-units", "window-4-units")
+"""Cases that are slow tests."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "lazy-1")) for n in AT_ONCE]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in RARE)) for n in AT_ONCE]
 )
 def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stride of a chunk in one launch gives what one after another gives."""

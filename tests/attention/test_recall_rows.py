@@ -216,6 +216,7 @@ extern "C" int pthread_create(pthread_t* id, const pthread_attr_t* how, Work wor
 """
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_request(tmp_path: Path) -> None:
     """Those of the first call serve all others."""
     source = tmp_path / "counter.cpp"

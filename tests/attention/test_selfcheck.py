@@ -144,7 +144,7 @@ def test_evidence_of_right_kernels_passes() -> None:
     one = Check(resolve(POLICIES["recall"]), SHAPE, CUDAKVPolicyBackend, CPU, 1)
     rows = (row for step in one.steps() for row in one._compare(step))
     judged = (row for row in rows if row.compared == "evidence")
-    for row in islice(judged, 3):
+    for row in islice(judged, 1):
         assert not row.failure and 0 < row.error < 1e-5
 
 

@@ -20,6 +20,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_gpu_check_interpreted(tmp_path: Path) -> None:
     done = run("benchmarks.gpu_check", "--interpret", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -130,6 +130,7 @@ def continued(model: Any, tokens: list[int], count: int) -> list[int]:
     return out[0, len(tokens) :].tolist()
 
 
+@pytest.mark.slow
 def test_logits_before_rounding(reader: Llama, model: Any, tokens: list[int]) -> None:
     truth, found = reader.logits(tokens), logits(model, tokens)
     error = (truth - found).abs()
@@ -138,6 +139,7 @@ def test_logits_before_rounding(reader: Llama, model: Any, tokens: list[int]) ->
     assert error.max() < MAX_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_continuation(prompt: str, reader: Llama, model: Any, encode: Any) -> None:
     ids = encode(prompt)
@@ -160,6 +162,7 @@ def test_folder_is_rounded_to_nearest(real_model: Path, weights: dict[str, torch
     assert 0.5 < inexact / total < 1
 
 
+@pytest.mark.slow
 def test_what_rounding_changes(
     real_model: Path, model: Any, weights: dict[str, torch.Tensor], tokens: list[int]
 ) -> None:

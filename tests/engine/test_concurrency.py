@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hundred streaming clients, pages for a third of them: every answer is the one given alone.
+"""Fifty streaming clients, pages for a third of them: every answer is the one given alone.
 
 Under vLLM's ordinary scheduling and, made possible on a CPU by ``async_cpu.py``, the asynchronous
 one, where step N + 1 is prepared before the tokens of step N are known.
@@ -19,7 +19,7 @@ from vllm_cascade.policies.schedule import compiled
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 BLOCK = 32
-CLIENTS = 100
+CLIENTS = 50
 Ask = tuple[list[int], int]
 
 
@@ -83,7 +83,7 @@ def server(
         "--kv-recall",
         "0",
         "--max-num-seqs",
-        "128",
+        "64",
         "--max-num-batched-tokens",
         "512",
         "--enforce-eager",
@@ -95,7 +95,7 @@ def server(
     server.stop()
 
 
-def test_answers_do_not_depend_on_the_other_99(
+def test_answers_do_not_depend_on_the_others(
     server: Server, asks: list[Ask], alone: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     is_async = "AsyncKVPolicyScheduler" in server.log.read_text()

@@ -90,11 +90,12 @@ def test_kept_prompts_of_different_lengths_share_snapshots(
     shared = book_tokens[:300]
     prompts = [shared[:150], [*shared[:140], 5], shared, [*shared[:280], *book_tokens[900:1300]]]
     prompts += [[*prompts[-1], *book_tokens[2000:2060]]]
+    kept = {"keep_prompt": 200, "budget": 64}
     cold = [
-        ask(engine(engine_pool, False, keep_prompt=200), [prompt], 200)[0] for prompt in prompts
+        ask(engine(engine_pool, False, **kept), [prompt], 90)[0] for prompt in prompts
     ]
-    llm = engine(engine_pool, True, keep_prompt=200)
-    warm = [ask(llm, [prompt], 200)[0] for prompt in prompts]
+    llm = engine(engine_pool, True, **kept)
+    warm = [ask(llm, [prompt], 90)[0] for prompt in prompts]
     assert [turn[1:] for turn in warm] == [turn[1:] for turn in cold]
     assert [turn[0] for turn in warm] == [0, 128, 128, 256, 640]
     (counted,) = llm.collective_rpc("kv_policy_counters")

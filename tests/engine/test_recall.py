@@ -116,7 +116,7 @@ def run_case(
     name: str, engine_pool: EnginePool, book_tokens: list[int], env: dict[str, str]
 ) -> None:
     settings, num_prompt = settings_of(name)
-    total = max(760, num_prompt + 60)
+    total = max(530, num_prompt + 60)
     llm = engine_pool.get(
         {**settings, "trace": True},
         max_model_len=4096,

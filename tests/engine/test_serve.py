@@ -166,6 +166,7 @@ def test_without_the_plugin_the_flag_is_unknown() -> None:
     assert "unrecognized arguments: --kv-policy cascade" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_setting_stops_the_server_early() -> None:
     run = subprocess.run(
         [*COMMAND, "--kv-policy", "cascade", "--kv-budget", "1000"], capture_output=True, text=True

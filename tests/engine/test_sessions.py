@@ -126,7 +126,7 @@ def engine(
     return pool.get(policy, **{**settings, **kwargs})
 
 
-def check_chat(llm: Any, tokens: list[int], turns: int = 6) -> None:
+def check_chat(llm: Any, tokens: list[int], turns: int = 4) -> None:
     """A chat of separate requests is byte-equal to the uninterrupted one."""
     index = index_of(llm)
     truth = uninterrupted(llm, tokens, turns)

@@ -56,7 +56,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "recall": [{}, {"kv_recall": 0}, {"kv_budget": 64}, {"kv_policy": "window"}],
 }
 LENGTHS = (300, 40, 7, 129)
-ANSWER = 150
+ANSWER = 90
 COUNTED = "tokens", "evicted_tokens", "strides", "recalled_units"
 METERED = "evicted_tokens", "strides"
 

@@ -211,6 +211,7 @@ def test_batches_of_no_requests(engine_pool: EnginePool, models: dict[str, Path]
     engine_pool.close()
 
 
+@pytest.mark.slow
 def test_with_torch_compile(engine_pool: EnginePool, models: dict[str, Path]) -> None:
     """The operators stay whole in a compiled model."""
     policy = {**CASCADE, "prefill_stride": 8}

@@ -28,8 +28,6 @@ FAST = [
     ("cascade-8-overflow", {}),
     ("h2o-8-normalise", {}),
     ("beehive-8-each", {}),
-    ("dgc-text-16", {}),
-    ("random-16-each", {}),
     ("cascade-8-gated", dict(PYTORCH)),
 ]
 

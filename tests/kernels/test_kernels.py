@@ -342,7 +342,14 @@ IN_8_BITS: dict[str, Case] = {
 """Ordinary rows in 8 bits."""
 
 
-@pytest.mark.parametrize("name", IN_8_BITS)
+RARE = ("heads", "16-heads", "gqa-3", "partial", "odd-pages", "sinks")
+"""Cases of ``IN_8_BITS`` that are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n.split()[0] in RARE)) for n in IN_8_BITS],
+)
 def test_rows_in_8_bits(name: str) -> None:
     """Keys and values of every head with scales of their own, or with the layer's."""
     case = IN_8_BITS[name]

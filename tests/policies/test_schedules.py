@@ -250,7 +250,7 @@ def test_counts_of_units_for_thousands_of_tokens(name: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_recalled_units_for_thousands_of_tokens(name: str, data: st.DataObject) -> None:
     """Evicted units come back as soon as there are any; rules are about what stands behind them."""
