@@ -16,6 +16,7 @@ import torch
 
 from tests.kernels.decode_calls import attend, insert, merge_scored
 from tests.kernels.random_pool import float_bits
+from vllm_cascade.kernels.rotation_table import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.cached import CachedLayer
@@ -23,7 +24,6 @@ from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
 from vllm_cascade.kernels.triton.prefill import StrideAttention
-from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
     NUMBER_ROWS,

@@ -142,13 +142,6 @@ void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t
 inline void pack_values(const float* rows, int64_t width, float* to) {
   std::memcpy(to, rows, W * width * sizeof(float));
 }
-// Packs and transposes W channels of W tokens' fp32 keys; only `left` channels exist.
-inline void pack_keys(vf* square, int64_t left, float* to) {
-  transpose(square);
-#pragma GCC unroll 16
-  for (int k = 0; k < W; k++)
-    if (k < left) store(to + k * COLUMNS, square[k]);
-}
 #ifdef HAS_BF16_PRODUCTS
 inline void pack_values(const float* rows, int64_t width, uint32_t* to) {
   for (int64_t i = 0; i < W; i += 2, rows += 2 * width)
@@ -156,14 +149,6 @@ inline void pack_values(const float* rows, int64_t width, uint32_t* to) {
       const vu pairs = pairs_of(load(rows + c), load(rows + width + c));
       std::memcpy(to, &pairs, sizeof(pairs));
     }
-}
-inline void pack_keys(vf* square, int64_t left, uint32_t* to) {
-  transpose(square);
-#pragma GCC unroll 16
-  for (int k = 0; k < W; k += 2) {
-    const vu pairs = pairs_of(square[k], square[k + 1]);
-    if (k < left) std::memcpy(to + k / 2 * COLUMNS, &pairs, sizeof(pairs));
-  }
 }
 #endif
 

@@ -87,12 +87,12 @@ struct Centres {
 
   // Logits for `Rows` queries from number `row` on, -inf where no unit is.
   template <int Rows>
-  void multiply(const Filter& filter, int64_t row, vf (*logits)[Rows]) const {
+  void some_logits(const Filter& filter, int64_t row, vf (*logits)[Rows]) const {
     const int64_t size = filter.queries.size;
     const int32_t *query = filter.queries.words + row * size, *less = filter.queries.less + row;
     const float *step = filter.queries.step + row, *norm = filter.queries.norm + row;
     vi sums[Rows][Panels];
-    ::multiply(query, less, size, sums, [&](int64_t word, int p) {
+    multiply(query, less, size, sums, [&](int64_t word, int p) {
       __builtin_prefetch(next[p] + word * CHUNK_UNITS, 0, 2);
       return load_as<vi>(words[p] + word * CHUNK_UNITS) ^ SIGNS;
     });
@@ -114,7 +114,7 @@ struct Centres {
       constexpr int Rows = decltype(number)::value;
       for (; row + Rows <= end; row += Rows) {
         vf logits[Panels][Rows];
-        multiply<Rows>(filter, row, logits);
+        some_logits<Rows>(filter, row, logits);
         for (int p = 0; p < Panels; p++)
           for (int r = 0; r < Rows; r++) take(p, row + r, logits[p][r]);
       }

@@ -48,6 +48,14 @@ struct Judge {
   int64_t panels() const { return (judged() + W - 1) / W; }
   int64_t columns() const { return panels() * W; }
   int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
+  int64_t num_sinks() const { return asking.num_sinks * layer.unit; }
+  // Queries of all query heads: those of a head follow each other.
+  int64_t num_queries() const { return layer.num_queries() * asking.num; }
+  template <class T>
+  const T* query(const Rows& rows, int64_t row) const {
+    const int64_t token = asking.places[row % asking.num];
+    return (const T*)rows.query + token * rows.query_stride + row / asking.num * layer.head_size;
+  }
   // Whether the tokens of the unit that was stored after this one follow its tokens.
   bool goes_on(int64_t set, int64_t unit) const {
     const int64_t number = units.begin + unit;
@@ -125,46 +133,17 @@ __attribute__((always_inline)) inline void multiply(const int32_t* query, const 
   }
 }
 
-// The logarithm of the sum of exponentials of a query's logits for `num` keys; -inf without any.
-inline float log_sum(const Layer& layer, const float* query, const float* const* keys, int64_t num) {
-  static thread_local Scratch scratch;
-  float* logits = scratch.take(num);
-  float most = -INFINITY, all = 0;
-  for (int64_t k = 0; k < num; k++) {
-    vf products = vf{};
-    int64_t c = 0;
-    for (; c + W <= layer.head_size; c += W) products += load(query + c) * load(keys[k] + c);
-    float product = sum(products);
-    for (; c < layer.head_size; c++) product += query[c] * keys[k][c];
-    logits[k] = product * layer.scale;
-    most = std::max(most, logits[k]);
-  }
-  for (int64_t k = 0; k < num; k++) all += std::exp(logits[k] - most);
-  return num ? most + std::log(all) : -INFINITY;
-}
-
-// The tokens' query heads, turned back by their positions, times the scale of logits.
+// Rounds one of the tokens' queries, turned back by its position, times the scale of logits.
 template <class T>
-void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries) {
+void plain_query(const Judge& judge, const Rows& rows, int64_t row, const Queries& queries) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t size = layer.head_size, num_sinks = judge.asking.num_sinks * layer.unit;
-  float* query = scratch.take(round_up(size, W) + num_sinks * 2 * size);
-  float* sinks = query + round_up(size, W);
-  std::vector<const float*> keys(num_sinks);
-  int64_t row = 0;
-  for (int64_t head = 0; head < layer.num_queries(); head++) {
-    if (head % layer.group == 0)
-      decoded_rows(layer, judge.asking.pages, head / layer.group, 0, num_sinks, sinks, keys.data());
-    for (int64_t i = 0; i < judge.asking.num; i++, row++) {
-      const T* from = (const T*)rows.query + judge.asking.places[i] * rows.query_stride;
-      widen_row(query, from + head * size, size);
-      queries.sinks[row] = log_sum(layer, query, keys.data(), num_sinks);
-      if (layer.rotation) rotate(layer, query, judge.asking.positions[i]);
-      for (int64_t c = 0; c < size; c++) query[c] *= layer.scale;
-      queries.round(row, query);
-    }
-  }
+  const int64_t size = layer.head_size;
+  float* query = scratch.take(round_up(size, W));
+  widen_row(query, judge.query<T>(rows, row), size);
+  if (layer.rotation) rotate(layer, query, judge.asking.positions[row % judge.asking.num]);
+  for (int64_t c = 0; c < size; c++) query[c] *= layer.scale;
+  queries.round(row, query);
 }
 
 // Integers in the order of fp32 numbers with these bits; NaN is one of the ends.

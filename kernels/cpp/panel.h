@@ -92,3 +92,21 @@ static inline void multiply(int64_t rows, int64_t columns, const typename N::Num
     left -= parts;
   }
 }
+
+// Packs W channels of W keys, transposed, as a part of B [D, COLUMNS]; only `left` channels exist.
+static inline void pack_keys(vf* square, int64_t left, float* to) {
+  transpose(square);
+#pragma GCC unroll 16
+  for (int k = 0; k < W; k++)
+    if (k < left) store(to + k * COLUMNS, square[k]);
+}
+#ifdef HAS_BF16_PRODUCTS
+static inline void pack_keys(vf* square, int64_t left, uint32_t* to) {
+  transpose(square);
+#pragma GCC unroll 16
+  for (int k = 0; k < W; k += 2) {
+    const vu pairs = pairs_of(square[k], square[k + 1]);
+    if (k < left) std::memcpy(to + k / 2 * COLUMNS, &pairs, sizeof(pairs));
+  }
+}
+#endif

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "candidates.h"
+#include "sinks.h"
 
 namespace {
 
@@ -247,27 +248,36 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
   const Layer& layer = judge.layer;
   const int64_t heads = layer.num_heads, n = judge.judged(), judging = judge.judging();
   const int64_t columns = judge.columns(), num = heads * judge.rows(), size = judge.words();
-  const int64_t asking = layer.num_queries() * judge.asking.num;
+  const int64_t asking = judge.num_queries(), parts = SinkSums::parts(judge);
   const int64_t room = n + judge.asking.num_chosen;
   float* sums = scratch.take(num * (columns + judge.panels()) + layer.num_queries() * columns +
                              layer.num_sets * room + Queries::numbers(asking, size) +
-                             Queries::numbers(num, size));
+                             Queries::numbers(num, size) + 2 * asking * parts);
   const Found found{sums, sums + num * columns};
   float* shares = found.most + num * judge.panels();  // [H * G, columns]
   float* most = shares + layer.num_queries() * columns;
   const Queries all(most + layer.num_sets * room, asking, size);
-  Queries some = all;
-  plain_queries<T>(judge, rows, all);
-  if (judging < judge.asking.num) {
-    some = Queries(most + layer.num_sets * room + Queries::numbers(asking, size), num, size);
-    take_largest(judge, all, judging, [=](int64_t query) { return query * judging; }, some);
-  }
+  const Queries few(most + layer.num_sets * room + Queries::numbers(asking, size), num, size);
+  const Queries& some = judging < judge.asking.num ? few : all;
+  float* top = few.sinks + num;
+  const SinkSums of_sinks{top, top + asking * parts};
   std::optional<Filter> filter;
   if (judge.filters()) filter.emplace(Filter{judge, of_filter});
   else
     for (int64_t i = 0; i < layer.num_sets * n; i++) listed[i] = i % n;
 #pragma omp parallel if (omp_get_max_threads() > 1)
   {
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t part = 0; part < parts; part++) sum_part<T>(judge, rows, head, part, of_sinks);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < asking; row++) {
+      plain_query<T>(judge, rows, row, all);
+      all.sinks[row] = log_sum(of_sinks, row, parts);
+    }
+    if (judging < judge.asking.num)
+#pragma omp single
+      take_largest(judge, all, judging, [=](int64_t query) { return query * judging; }, few);
     if (filter) list_candidates(*filter, all, listed);
 #pragma omp for schedule(static) collapse(2)
     for (int64_t head = 0; head < heads; head++)

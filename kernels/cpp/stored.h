@@ -150,14 +150,14 @@ static inline void decode_row(const Code* from, int64_t n, float scale, float* t
 }
 
 // One stored row as fp32; `scales` apart are those of the channels before the value and of the value.
-// A latent row's value is also the end of its key.
+// A latent row's value is also the end of its key; of other rows it may be null.
 static inline void decode(const Layer& layer, const char* row, const float* scale, int64_t scales,
                           float* key, float* value) {
   const int64_t at = layer.value_at, size = layer.value_size;
   as_stored(layer.stored, [&](auto* kind) {
     const auto* from = (decltype(kind))row;
     decode_row(from, at, scale ? scale[0] : layer.key_scale(), key);
-    decode_row(from + at, size, scale ? scale[scales] : layer.value_scale(), value);
+    if (value) decode_row(from + at, size, scale ? scale[scales] : layer.value_scale(), value);
   });
   if (layer.latent() && value != key + at) std::memcpy(key + at, value, size * sizeof(float));
 }

@@ -209,7 +209,7 @@ def copy_rows(
 
 @triton.jit
 def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr):
-    """Rotate fp32 pairs back by ``distance`` positions (``rotate.rotation_table``)."""
+    """Rotate fp32 pairs back by ``distance`` positions (``kernels/rotation_table.py``)."""
     index = tl.arange(0, padded(HALF))
     inside = row_inside[:, None] & (index < HALF)[None, :]
     base = rotation + distance[:, None] * (2 * HALF) + index[None, :]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged attention paths (PyTorch, C++) and their metadata against the literal fp64 cache."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -748,3 +750,27 @@ def test_sinks_of_changed_weights(path: str, monkeypatch: pytest.MonkeyPatch) ->
         one.impl.read_sinks()
     for begin, end in ((24, 25), (25, 41), (41, 42)):
         assert torch.equal(step(layer, begin, end), step(other, begin, end))
+
+
+@pytest.mark.parametrize("recall", [0, 3])
+def test_layers_share_a_rotation_table(recall: int, path: str) -> None:
+    """Layers with equal frequencies have one, computed in fp64, which is freed with the last."""
+    settings = {"name": "sink", "budget": 24, "num_sinks": 4, "unit": 4, "recall": recall}
+    layers = [PagedLayer(Shape(), settings, 3) for _ in range(2)]
+    other = PagedLayer(Shape(rotary_dim=8), settings, 3)
+    tables = [layer.impl._layer.rotation for layer in (*layers, other)]
+    assert tables[0].data_ptr() == tables[1].data_ptr() != tables[2].data_ptr()
+    forward, backward = recall * 4, layers[0].spec.max_distance
+    distance = torch.arange(-forward, backward + 1, dtype=torch.float64)
+    angle = -distance[:, None] * layers[0].inv_freq.double()
+    expected = torch.stack([angle.cos(), angle.sin()], dim=1).float()
+    whole = tables[0].as_strided(expected.shape, tables[0].stride(), 0)
+    assert torch.equal(whole, expected) and torch.equal(tables[0], expected[forward:])
+    gone = [ref(table) for table in tables]
+    del tables, whole
+    layers.pop()
+    gc.collect()
+    assert gone[0]() is not None, "the other layer reads it"
+    del layers, other
+    gc.collect()
+    assert [table() for table in gone] == [None] * 3

@@ -23,7 +23,8 @@ from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp.library import Rows, load, row_addresses
-from vllm_cascade.models.rotary import Rotary, rotate
+from vllm_cascade.kernels.rotation_table import rotation_table
+from vllm_cascade.models.rotary import rotate
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
@@ -230,11 +231,11 @@ def test_the_judge_in_cpp(
     """Tokens of a step: turned back from their positions, their units chosen."""
     torch.manual_seed(data.draw(st.integers(0, 1 << 30)))
     frequencies = 1 / 100 ** (torch.arange(0, size, 2) / size)
-    rotary, num_asking = Rotary(frequencies, True), data.draw(st.integers(1, 9))
+    table, num_asking = rotation_table(frequencies, 50, "cpu"), data.draw(st.integers(1, 9))
     position = torch.randint(0, 51, (num_asking,))
     place = torch.randint(0, 4, (num_asking,))
     num_sets = num_heads if per_head else 1
-    layer = replace(layer_of(num_heads, size, num_sets), rotation=rotary.table(50))
+    layer = replace(layer_of(num_heads, size, num_sets), rotation=table)
     log = Log(shape_of(unit, num_units, num_kv_heads=num_heads, num_sets=num_sets, head_size=size))
     log.grow(dropped)
     for chunk in log.chunks:
@@ -253,7 +254,7 @@ def test_the_judge_in_cpp(
     )
     assert (listed == np.arange(num_units)).all()
     at = position[:, None].expand(-1, num_heads * group)
-    plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
+    plain = rotate(new.query[place].float(), table[at], True) * layer.scale
     sinks = sinks_of(path, layer, num_sinks)
     expected = literal(keys, plain, logits_of(layer, new.query[place], sinks))
     found = torch.from_numpy(asked).view(expected.shape)

@@ -25,8 +25,8 @@ from vllm_cascade.attention.cuda import impl as layers
 from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.workspace import Workspace, size_of, workspace_of
 from vllm_cascade.engine import recall_memory
+from vllm_cascade.kernels import rotation_table
 from vllm_cascade.kernels.columns import RECALL_COLUMNS, STEP_COLUMNS
-from vllm_cascade.kernels.triton import rotate
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.rings import Rings
 
@@ -276,7 +276,7 @@ def test_what_layers_share_is_freed_with_the_last(monkeypatch: pytest.MonkeyPatc
     """Tables of rotations and the workspace: another engine of the process begins without them."""
     monkeypatch.setattr(workspace, "_of_devices", type(workspace._of_devices)())
     gc.collect()
-    before = set(rotate._tables)
+    before = set(rotation_table._tables)
     made = [layer_of(RECALL, monkeypatch, requests=2, rings=2) for _ in range(2)]
     layers_of_one, table = [layer for layer, _ in made], torch.arange(1, 9, dtype=torch.int32)
     for layer in layers_of_one:
@@ -295,7 +295,7 @@ def test_what_layers_share_is_freed_with_the_last(monkeypatch: pytest.MonkeyPatc
     del made, layers_of_one
     gc.collect()
     assert gone[0]() is None and all(one.expired() for one in gone[1:])
-    assert set(rotate._tables) <= before and not workspace._of_devices
+    assert set(rotation_table._tables) <= before and not workspace._of_devices
 
 
 def test_the_pool_of_the_profile_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

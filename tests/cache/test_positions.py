@@ -10,6 +10,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from vllm_cascade.kernels.rotation_table import rotation_table
 from vllm_cascade.models.rotary import find_rotaries, rotary_of, rotate
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.positions import CachePositions
@@ -50,7 +51,7 @@ def test_moving_a_key_equals_writing_it_there(kind: str, is_neox: bool, partial:
     rank = (born * torch.rand(200)).long()
     written, _ = module.forward_native(born, key.clone(), key.clone())
     wanted, _ = module.forward_native(rank, key.clone(), key.clone())
-    table = rotary.table(LENGTH)
+    table = rotation_table(rotary.inv_freq, LENGTH, "cpu")
     moved = rotate(written.view(200, HEAD), table[born - rank], is_neox)
     torch.testing.assert_close(moved, wanted.view(200, HEAD), atol=2e-4, rtol=2e-4)
     assert torch.equal(moved[..., int(HEAD * partial) :], key[:, 0, int(HEAD * partial) :])
@@ -58,9 +59,9 @@ def test_moving_a_key_equals_writing_it_there(kind: str, is_neox: bool, partial:
 
 def test_table_in_fp64() -> None:
     rotary = rotary_of(rope("default"))
-    table = rotary.table(100_000)
+    table = rotation_table(rotary.inv_freq, 100_000, "cpu")
     angle = -99_999 * rotary.inv_freq.double()
-    assert torch.allclose(table[99_999].double(), torch.stack([angle.cos(), angle.sin()]))
+    assert torch.equal(table[99_999], torch.stack([angle.cos(), angle.sin()]).float())
 
 
 def test_unknown_variants_are_refused() -> None:

@@ -31,11 +31,9 @@ from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
-from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES, Device
 from vllm_cascade.engine.refusals import Refusal
 from vllm_cascade.engine.worker import KVPolicyWorker
-from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.builder import StepBuilder
@@ -80,11 +78,6 @@ class PlainImpl(KVPolicyImpl):
     """One stride after the other."""
 
     runs = 0
-
-    def rotation_table(
-        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
-    ) -> torch.Tensor:
-        return rotary.table(spec.max_distance, 0)
 
     def run(
         self, name: str, metadata: PlainMetadata, new: NewTokens, kv_cache: torch.Tensor

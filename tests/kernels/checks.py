@@ -42,8 +42,8 @@ from tests.kernels.references import (
 from tests.kernels.stride_checks import check_insert_strides
 from tests.kernels.unit_checks import check_insert_units
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.rotation_table import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.configs import attend_splits
-from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.schedule import (
     HEAD_COLUMNS,
     TABLE_COLUMNS,

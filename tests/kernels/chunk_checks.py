@@ -24,10 +24,10 @@ from tests.kernels.random_pool import (
 from tests.kernels.references import attend_strides_reference, rotate_reference
 from tests.kernels.stride_checks import insert_literally
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.rotation_table import decode_dtype
 from vllm_cascade.kernels.triton import stride_columns
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
-from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.strides import Chunks, Tokens
 
 SINKS = 2

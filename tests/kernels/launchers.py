@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.decode_calls import attend, insert, merge, merge_scored
 from tests.kernels.recall_calls import judge_units, ranks_before, recall_units, store_units
+from vllm_cascade.kernels.rotation_table import decode_dtype
 from vllm_cascade.kernels.triton.assign import Assignment
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
@@ -18,7 +19,6 @@ from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall_columns import RECALL
-from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.schedule import (
     HEAD_COLUMNS,
     TABLE_COLUMNS,

@@ -25,12 +25,12 @@ from tests.kernels.references import (
     in_units,
 )
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.rotation_table import decode_dtype
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums, reduced
 from vllm_cascade.kernels.triton.configs import WHOLE, Split
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.prefill import StrideAttention
-from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import LINE_WORDS, Strides, Tokens
 

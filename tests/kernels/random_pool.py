@@ -13,7 +13,7 @@ import torch
 
 from tests.oracle.quantised import INT8, Quantiser
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.rotate import rotation_table
+from vllm_cascade.kernels.rotation_table import rotation_table
 from vllm_cascade.kernels.triton.stored import Codes
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -32,8 +32,8 @@ from tests.kernels.references import (
 )
 from tests.oracle.recall import may_round_either_way
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.rotation_table import rotation_table
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.rotate import rotation_table
 
 JUNK = 0x7FC07FC0
 """NaN as fp32, and as bf16; a large number as int32."""

@@ -26,12 +26,12 @@ from tests.kernels.random_pool import (
 )
 from tests.kernels.references import as_int32, reduce_reference, rotate_reference, salted
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.rotation_table import rotation_table
 from vllm_cascade.kernels.triton import stride_columns
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import num_sums
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
-from vllm_cascade.kernels.triton.rotate import rotation_table
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
     NUMBER_ROWS,

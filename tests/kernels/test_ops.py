@@ -11,11 +11,8 @@ from tests.kernels import decode_calls, recall_calls
 from tests.kernels.checks import Case, make_cache
 from tests.kernels.recall_checks import Rings
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton import (
-    assign,
-    rotate,
-    scores,
-)
+from vllm_cascade.kernels.rotation_table import rotation_table
+from vllm_cascade.kernels.triton import assign, scores
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.singles import Singles
 
@@ -31,7 +28,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
     names = "kv", "rank", "born", "score", "token"
     pages = {name: getattr(cache, name) for name in names}
     scored = {"rank": cache.rank, "score": cache.score, "table": cache.table, "steps": steps}
-    rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
+    rotation = rotation_table(CASE.inv_freq, 301, "cpu")
     turning = {"rotation": rotation, "interleaved": False}
     layer = CachedLayer(**pages, **turning)
     decode = {

@@ -17,6 +17,7 @@ from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.quantised import CODES, Quantised
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.kernels.rotation_table import rotation_table
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.models.rotary import alibi_slopes as _slopes
 from vllm_cascade.policies.random import salts_of
@@ -34,7 +35,7 @@ class LayerStore(Protocol):
 
 
 class KVPolicyImpl(AttentionImpl[Any]):
-    """One attention layer. A device implements ``rotation_table``, ``run`` and ``recall_from``.
+    """One attention layer. A device implements ``run`` and ``recall_from``.
 
     Attributes:
         window: tokens of a query's window or chunk; None: all that the policy keeps.
@@ -136,7 +137,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         scores, sinks = spec.window is None, self.sinks  # window layers compare no scores
         rotation = None
         if rotary is not None:
-            rotation = self.rotation_table(rotary, spec, device)
+            rotation = rotation_table(
+                rotary.inv_freq, spec.max_distance, device, forward=spec.policy.recalled
+            )
             self._first_rotary = rotary.begin
         quantised = Quantised.of(self.kv_cache_dtype, scales, self.latent, device)
         self._pages = page_views(kv_cache, spec, quantised)
@@ -170,12 +173,6 @@ class KVPolicyImpl(AttentionImpl[Any]):
         layer, head = place
         salts = salts_of(layer, head if spec.num_sets > 1 else 0, spec.num_sets)
         return torch.from_numpy(salts).to(device)
-
-    def rotation_table(
-        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
-    ) -> torch.Tensor:
-        """cos and sin of backward rotations, for every distance that a key can move."""
-        raise NotImplementedError
 
     def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:
         """Attend and update the cache.

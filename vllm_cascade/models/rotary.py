@@ -55,16 +55,6 @@ class Rotary:
     is_neox: bool
     begin: int = 0
 
-    def table(self, max_distance: int, forward: int = 0) -> torch.Tensor:
-        """Compute cos and sin of rotations by ``-d`` for ``d`` in ``[-forward, max_distance]``.
-
-        Returns:
-            fp32 ``[forward + max_distance + 1, 2, rotary_dim / 2]``.
-        """
-        distance = torch.arange(-forward, max_distance + 1, dtype=torch.float64)
-        angle = -distance[:, None] * self.inv_freq.double()
-        return torch.stack([angle.cos(), angle.sin()], dim=1).float()
-
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
     """Rotate the first ``rotary_dim`` channels of fp32 vectors and pass the others through.
@@ -87,7 +77,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tenso
 
 
 def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Look up cos and sin of rotations by ``-distance`` in a table of ``Rotary.table``.
+    """Look up cos and sin of rotations by ``-distance`` in a ``rotation_table``.
 
     Args:
         table: Its first entry is the rotation by 0.

@@ -15,7 +15,6 @@ from vllm_cascade.attention.layer import NewTokens, Part
 from vllm_cascade.attention.shared import SharingImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.cache.spec import KVPolicySpec
-from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.step.inputs import Singles, Stride, Undone
 
@@ -64,12 +63,6 @@ class CPUKVPolicyImpl(SharingImpl):
         assert self.path is not None, "prepare() was not called"
         self.path.undo(undone)
         self._forget(undone)
-
-    def rotation_table(
-        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
-    ) -> torch.Tensor:
-        forward = spec.policy.recalled
-        return rotary.table(spec.max_distance, forward)[forward:]
 
     def run(self, name: str, metadata: CPUMetadata, new: NewTokens, kv_cache: torch.Tensor) -> None:
         if self.run_shared(name, metadata, new):

@@ -144,9 +144,9 @@ class LayerRecall:
             return torch.empty(layer.num_kv_heads, 0, layer.head_size)
         line = self._line(pages, num * unit)
         assert (line.rank == np.arange(num)).all(), "sinks are not in the first places"
-        views = line.rows(slice(None), np.arange(num))
-        rows = [self._pages.read(rows, scale) for rows, scale in views]
-        return torch.cat(rows, dim=1)[..., : layer.head_size]
+        blocks = pages[: -(-num * unit // self._pages.block_size)].long()
+        rows = self._pages.rows(blocks).transpose(0, 1).flatten(1, 2)
+        return rows[:, : num * unit, : layer.head_size]
 
     def _place_all(
         self,

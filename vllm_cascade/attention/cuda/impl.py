@@ -55,6 +55,7 @@ from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
+from vllm_cascade.kernels.rotation_table import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
 from vllm_cascade.kernels.triton.drafts import DraftUndo, Saved
@@ -62,7 +63,6 @@ from vllm_cascade.kernels.triton.launch import noted
 from vllm_cascade.kernels.triton.merge import Merge, ScoredMerge
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.repeat import Launches, Repeater
-from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.scores import update
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
@@ -210,12 +210,6 @@ class TritonKVPolicyImpl(SharingImpl):
         config = self._config
         most = stores.num_requests if config is None else config.scheduler_config.max_num_seqs
         self.recall = LayerRings(*where, stores, index, most_queries, most)
-
-    def rotation_table(
-        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
-    ) -> torch.Tensor:
-        forward = spec.policy.recalled
-        return rotation_table(rotary.inv_freq, spec.max_distance, device, forward=forward)
 
     def run(
         self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor
