@@ -3,8 +3,8 @@
 
 A running request's whole need is reserved when it is admitted, so its answer never depends on other
 requests. Snapshots share what running requests do not use; the scheduler drops the least recently
-used ones first, if that frees a chunk. How many units a request has evicted follows from its tokens, so the scheduler
-counts the same chunks that workers allocate, without asking them.
+used ones first, if that frees a chunk. How many units a request has evicted follows from its
+tokens, so the scheduler counts the same chunks that workers allocate, without asking them.
 """
 
 import itertools
