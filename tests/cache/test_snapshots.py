@@ -424,7 +424,9 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
 
 
 RECALLING = {
-    **{"kv_policy": "sink", "kv_recall": 2, "kv_budget": 64},
+    "kv_policy": "sink",
+    "kv_recall": 2,
+    "kv_budget": 64,
     "kv_policy_config": {"unit": 16, "prefill_stride": 16},
 }
 
@@ -435,7 +437,8 @@ def test_snapshots_without_evicted_units_stay_if_recall_memory_is_full(rings: bo
     w = worker(200, **RECALLING)
     memory = w.scheduler._memory
     if rings:
-        memory = RingMemory(memory._schedule, unit_shape(w.scheduler._manager.kv_cache_spec, 1), 0, 8, True)
+        shape = unit_shape(w.scheduler._manager.kv_cache_spec, 1)
+        memory = RingMemory(memory._schedule, shape, 0, 8, keeps_snapshots=True)
         memory.capacity, memory.num_chunks = 1, 5
         w.scheduler._memory = w.scheduler._manager.memory = memory
     else:

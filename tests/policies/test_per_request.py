@@ -96,7 +96,8 @@ def test_tables_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one = compiled(resolve(kept))  # 100 + 50 tokens fill the cache; one more rule repeats
     batched = compiled(resolve({**kept, "overflow": 8}))
     assert (one.num_rows, batched.num_rows) == (151, 151 + 150 + 8 + 8)
-    recalling = compiled(resolve({**kept, "budget": 96, "keep_prompt": 48, "unit": 16, "recall": 8}))
+    units = {"name": "sink", "budget": 96, "keep_prompt": 48, "unit": 16, "recall": 8}
+    recalling = compiled(resolve(units))
     assert recalling.num_rows == 10 + (10 + 8), "until 8 units have been evicted"
     monkeypatch.setattr(remembered, "MAX_ROWS", 151 + 106)
     requests = PerRequest(one)

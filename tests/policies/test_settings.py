@@ -717,7 +717,6 @@ def test_defaults_and_presets_never_warn(name: str, more: dict[str, Any]) -> Non
         assert policy.remarks() == [] and not policy.without_effect() & set(raw)
 
 
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

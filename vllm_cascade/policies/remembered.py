@@ -51,7 +51,7 @@ class Remembered(Generic[Made]):
 
     def _num_rows(self) -> int:
         """Rows of all that is remembered; what has several keys counts once."""
-        return sum({id(own): own.num_rows for own in self._found.values()}.values())
+        return sum(own.num_rows for own in set(self._found.values()))
 
     def clear(self) -> None:
         with self._lock:

@@ -106,10 +106,10 @@ Corpus = IdfTable | OwnPast
 class Norm:
     """L2 norm of a sentence's weights, updated with every token that the stream reads.
 
-    A weight is ``n * (top - log(1 + d))``, with ``top = 1 + log(1 + sentences)`` and ``d`` sentences
-    that have the term, so the sum of squares follows from three sums over terms that do not depend
-    on ``top``. Logarithms are scaled to integers: exact sums do not depend on the order of
-    updates, and a stream that is read again gets the same scores.
+    A term's weight is ``n * (top - log(1 + d))``, with ``top = 1 + log(1 + sentences)`` and ``d``
+    sentences that have the term. The sum of squares then follows from three sums over terms that
+    do not depend on ``top``. Logarithms are scaled to integers: exact sums do not depend on the
+    order of updates, so a stream that is read again gets the same scores.
     """
 
     def __init__(self, sentence: Counter[int], corpus: Corpus) -> None:
@@ -210,8 +210,8 @@ class TokenImportance:
         """Read tokens ``[begin, end)`` of a stream and score tokens ``[begin - lag, end - lag)``.
 
         If the stored stream does not end at ``begin`` (after a preemption or a snapshot), its state
-        is made again, without scores. If it was given these tokens last, their scores are given again:
-        layers of several shapes ask for them one after the other.
+        is made again, without scores. If it was given these tokens last, their scores are given
+        again: layers of several shapes ask for them one after the other.
 
         Args:
             tokens: int ``[n]``, token ids of the stream, with ``n >= end``.
