@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from vllm_cascade import cli
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
 from vllm_cascade.engine import recall_memory
-from vllm_cascade.policies.registry import POLICIES
+from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.simulate import Step, simulate
 
 
 def trace(tmp_path: Path, settings: dict[str, Any], *flags: str) -> dict[str, Any]:
@@ -127,6 +130,48 @@ def test_every_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [step["t"] for step in document["steps"]] == list(range(10, 101, 10))
     assert png.read_bytes()[:4] == b"\x89PNG"
     assert "sink after 100 tokens: 12 kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_steps_are_not_kept(as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long stream's would take gigabytes. The file is the one that all steps at once give."""
+    alive = [0, 0]  # now, at most
+
+    def counted(*args: Any) -> Iterator[Step]:
+        for step in simulate(*args):
+            alive[0] += 1
+            alive[1] = max(alive)
+            weakref.finalize(step, lambda: alive.__setitem__(0, alive[0] - 1))
+            yield step
+            del step
+
+    monkeypatch.setattr(cli, "simulate", counted)
+    settings = {"name": "sink", "budget": 8}
+    policy = resolve(settings)
+    if as_json:
+        trace(tmp_path, settings, "--tokens", "300", "--every", "2")
+        steps = [vars(step) for step in simulate(policy, 300, None, 2)]
+        document = {"policy": {"name": "sink", **policy.model_dump()}, "steps": steps}
+        assert (tmp_path / "trace.json").read_text() == json.dumps(document)
+    else:
+        main(["trace", "--kv-policy", "sink", "--kv-budget", "8", "--tokens", "300"])
+    assert 1 <= alive[1] <= 2, "the last one and the next"
+
+
+def test_the_last_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those at multiples of ``--every``."""
+    main(["trace", "--kv-policy", "sink", "--kv-budget", "8", "--tokens", "99", "--every", "10"])
+    shown = capsys.readouterr().out
+    assert "sink after 90 tokens: 12 kept" in shown and "82-89" in shown
+
+
+def test_wrong_scores_leave_a_file_as_it_is(tmp_path: Path) -> None:
+    np.save(tmp_path / "small.npy", np.zeros((4, 4)))
+    (tmp_path / "old.json").write_text("as it was")
+    flags = ["--tokens", "9", "--scores", str(tmp_path / "small.npy")]
+    with pytest.raises(SystemExit):
+        main(["trace", *flags, "--json", str(tmp_path / "old.json")])
+    assert (tmp_path / "old.json").read_text() == "as it was"
 
 
 PAGE = ["--text", __file__, "--model", "none"]

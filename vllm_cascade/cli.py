@@ -4,6 +4,8 @@
 import argparse
 import json
 import os
+from collections import deque
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,16 +72,30 @@ def trace(args: argparse.Namespace) -> None:
         raise ValueError("--png needs matplotlib: pip install matplotlib")
     policy = resolve(settings)
     probs = load_scores(args.scores, args.head) if args.scores else None
-    steps = list(simulate(policy, args.tokens, probs, args.every))
-    if not steps:
+    last = args.tokens // args.every * args.every
+    if not last:
         raise ValueError(f"--every {args.every} is more than --tokens {args.tokens}")
-    summarise(policy, steps[-1])
+    every = args.every if args.json or args.png else last
+    steps = simulate(policy, args.tokens, probs, every)
     if args.json:
-        resolved = {"name": policy.name, **policy.model_dump()}
-        document = {"policy": resolved, "steps": [vars(step) for step in steps]}
-        args.json.write_text(json.dumps(document))
+        steps = _written(policy, steps, args.json)
+    kept = deque(steps, maxlen=None if args.png else 1)  # a step has a list of the whole cache
+    summarise(policy, kept[-1])
     if args.png:
-        draw(policy, steps, args.png)
+        draw(policy, kept, args.png)
+
+
+def _written(policy: Policy, steps: Iterator[Step], path: Path) -> Iterator[Step]:
+    """Pass on steps, each of which is first written to a JSON file."""
+    resolved = {"name": policy.name, **policy.model_dump()}
+    with path.open("w") as file:
+        file.write(f'{{"policy": {json.dumps(resolved)}, "steps": [')
+        between = ""
+        for step in steps:
+            file.write(between + json.dumps(vars(step)))
+            between = ", "
+            yield step
+        file.write("]}")
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -281,7 +297,7 @@ def runs(indices: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in parts)
 
 
-def draw(policy: Policy, steps: list[Step], path: Path) -> None:
+def draw(policy: Policy, steps: Collection[Step], path: Path) -> None:
     """Plot the cached tokens (x) against the tokens seen (y), coloured by region."""
     import matplotlib
 

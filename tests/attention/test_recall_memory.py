@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,9 +61,10 @@ class Machine:
         self.snapshots: OrderedDict[int, tuple[CountedLog, Log]] = OrderedDict()  # by tokens
         self.number = self.dropped = 0
 
-    def drop_oldest(self) -> bool:
-        self.dropped += bool(self.snapshots)
-        return bool(self.snapshots and self.snapshots.popitem(last=False))
+    def drop_oldest(self, frees: Callable[[CountedLog | None], bool]) -> bool:
+        found = next((tokens for tokens, (log, _) in self.snapshots.items() if frees(log)), None)
+        self.dropped += found is not None
+        return found is not None and bool(self.snapshots.pop(found))
 
     def admit(self, a: int, b: int) -> None:
         limit, (name, self.number) = 20 + 3 * a, (f"r{self.number}", self.number + 1)
@@ -291,7 +293,8 @@ def test_snapshots_have_chunks_beside_rings() -> None:
     class Oldest:
         dropped = 0
 
-        def drop_oldest(self) -> bool:
+        def drop_oldest(self, frees: Callable[[Any], bool]) -> bool:
+            assert not frees(None) and all(map(frees, snapshots))
             Oldest.dropped += bool(snapshots)
             return bool(snapshots and snapshots.pop(0) is not None)
 

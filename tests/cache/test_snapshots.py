@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -26,7 +26,12 @@ import vllm_cascade.cache.snapshots
 import vllm_cascade.engine.scheduler
 from tests.engine.test_scheduler import make_scheduler
 from vllm_cascade.cache.snapshots import SnapshotStore
+from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.recall.memory import RecallMemory
+from vllm_cascade.recall.rings import RingMemory
 
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
@@ -416,6 +421,72 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert stats(w)["evicted"] == 1
     assert serve(w, request("a3", prompts["a"])) == {"a3": 192}
     assert serve(w, request("b2", prompts["b"])) == {"b2": 0}
+
+
+RECALLING = {
+    "kv_policy": "sink",
+    "kv_recall": 2,
+    "kv_budget": 64,
+    "kv_policy_config": {"unit": 16, "prefill_stride": 16},
+}
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_snapshots_without_evicted_units_stay_if_recall_memory_is_full(rings: bool) -> None:
+    """Dropping them would free none of it. Chunks of 16 units; 400 tokens evict 20."""
+    w = worker(200, **RECALLING)
+    memory = w.scheduler._memory
+    if rings:
+        shape = unit_shape(w.scheduler._manager.kv_cache_spec, 1)
+        memory = RingMemory(memory._schedule, shape, 0, 8, keeps_snapshots=True)
+        memory.capacity, memory.num_chunks = 1, 5
+        w.scheduler._memory = w.scheduler._manager.memory = memory
+    else:
+        memory.capacity = 5
+    assert serve(w, request("a1", [1] * 50)) == {"a1": 0}
+    serve(w, *(request(f"b{i}", [i] * 400) for i in range(2, 9)))
+    assert stats(w)["evicted"] >= 4, "of the long prompts'"
+    started = serve(w, request("a2", [1] * 50), request("c8", [8] * 400), request("c2", [2] * 400))
+    assert started == {"a2": 48, "c8": 384, "c2": 0}
+
+
+def test_only_snapshots_that_free_recall_memory_are_dropped_for_it() -> None:
+    """Neither those whose chunks a running request holds, too."""
+    settings = {"name": "sink", "budget": 64, "unit": 16, "recall": 2, "prefill_stride": 16}
+    schedule = compiled(resolve(settings))
+    memory = RecallMemory(schedule, 2 * 10, 10, 64)
+    pool = BlockPool(20, enable_caching=True, hash_block_size=16)
+    snapshots = SnapshotStore(pool, 16, 16)
+
+    def grow(name: str, units: int) -> None:
+        memory.grow([(name, schedule, (5 + units) * 16)], snapshots)
+
+    def take(name: str) -> None:
+        log = memory.fork(name, 0)
+        hashes = [BlockHash(f"{name} {log.end}".encode())]
+        snapshots.take(schedule, hashes, 16, pool.get_new_blocks(1), 0, log)
+        snapshots.end_of_step()
+
+    def left() -> list[bytes]:
+        return [digest for _, digest in snapshots._by_key]
+
+    memory.admit("a", 2)
+    take("a")
+    grow("a", 16)
+    take("a")
+    memory.admit("b", 2)
+    grow("b", 16)
+    take("b")
+    memory.release("b")
+    assert left() == [b"a 0", b"a 16", b"b 16"] and memory.used_bytes == 20
+    grow("a", 32)
+    assert left() == [b"a 0", b"a 16"] and snapshots.counters.evicted == 1
+    memory.release("a")
+    assert memory.used_bytes == 10
+    memory.admit("c", 2)
+    grow("c", 32)
+    assert left() == [b"a 0"], "no request holds its chunks any more"
+    assert memory.used_bytes == 20
 
 
 def test_snapshots_never_keep_a_request_out() -> None:

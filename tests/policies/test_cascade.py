@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cascade against a literal simulation of the paper's Algorithm 1 (tests/oracle)."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from tests.oracle.policies import CascadeSim
 from tests.policies.literal import apply, rules_of
 from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.policies.simulate import simulate
 
 
 def cascade(window: int, num_subcaches: int, num_sinks: int = 1, **kwargs: Any) -> Cascade:
@@ -108,6 +111,55 @@ def test_when_it_is_first_full(sinks: int, window: int, num: int, full_at: int) 
     policy = cascade(window, num, sinks, eager_fill=False)
     assert compiled(policy).count_at(full_at) == policy.capacity - 1
     assert compiled(policy).count_at(full_at + 1) == policy.capacity
+
+
+class CountingSim(CascadeSim):
+    """Each sub-cache but the first is open for every ``base``-th token that it is offered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.offers = [0] * self.num_subcaches
+
+    def accepts(self, i: int, p: int) -> bool:
+        self.offers[i] += 1
+        return i == 0 or (self.offers[i] - 1) % self.base == 0
+
+
+@pytest.mark.parametrize("tie", ["incoming", "resident"])
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize(("num", "base"), [(2, 2), (3, 2), (3, 3)])
+def test_where_counting_offers_is_the_same(num: int, base: int, unit: int, tie: str) -> None:
+    """In units, budgets are valid also where it is not (docs/ALGORITHMS.md, "Cascade")."""
+    step, sinks = base ** (num - 1), 2
+    found: set[bool] = set()
+    for window in range(2, 2 * step + 1):  # units of a sub-cache
+        raw = {"name": "cascade", "num_subcaches": num, "cascade_base": base, "tie": tie}
+        raw |= {"budget": num * window * unit, "num_sinks": sinks * unit, "eager_fill": False}
+        if raw["budget"] % Cascade.budget_step({**raw, "unit": unit}):
+            continue
+        length = 3 * window * base**num
+        policy = resolve({**raw, "unit": unit, "prefill_stride": unit})
+        counting = CountingSim(sinks, num, window, base=base, eager_fill=False, tie=tie)
+        same, closed = True, base == 2
+        for t, step_of in enumerate(simulate(policy, length * unit, every=unit)):
+            counting.insert(t, lambda _: 0.0)
+            kept = [token // unit for token in step_of.kept[::unit]]
+            same &= kept == counting.tokens()
+            closed &= len(kept) == count_after(t, sinks, window, num)
+        assert same == (window % step == 0), window
+        assert base != 2 or closed == same, window
+        found.add(same)
+    assert found == ({True} if math.gcd(step, unit) == 1 else {True, False})
+
+
+def count_after(p: int, sinks: int, window: int, num: int) -> int:
+    """The closed form of docs/ALGORITHMS.md for base 2."""
+    j = p - sinks
+    for i in range(num if j >= 0 else 0):
+        if (2**i - 1) * window <= j < (2 ** (i + 1) - 1) * window:
+            more = i * window + 1 + (j - (2**i - 1) * window) // 2**i
+            return sinks + min(num * window, more)
+    return p + 1 if j < 0 else sinks + num * window
 
 
 @st.composite

@@ -90,6 +90,27 @@ def test_their_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests.schedule(None, 50) is own and len(requests._known) == 1
 
 
+def test_tables_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a schedule whose rules are its policy's own, and of one that several values mean."""
+    kept = {"name": "sink", "budget": 100, "keep_prompt": 50}
+    one = compiled(resolve(kept))  # 100 + 50 tokens fill the cache; one more rule repeats
+    batched = compiled(resolve({**kept, "overflow": 8}))
+    assert (one.num_rows, batched.num_rows) == (151, 151 + 150 + 8 + 8)
+    units = {"name": "sink", "budget": 96, "keep_prompt": 48, "unit": 16, "recall": 8}
+    recalling = compiled(resolve(units))
+    assert recalling.num_rows == 10 + (10 + 8), "until 8 units have been evicted"
+    monkeypatch.setattr(remembered, "MAX_ROWS", 151 + 106)
+    requests = PerRequest(one)
+    for length in range(1, 40):  # all without a kept prompt
+        own = requests.schedule({"kv_keep_prompt": 0}, length)
+        assert own.num_rows == 105
+    assert len(requests._known) == 39, "they are one schedule"
+    requests.schedule({"kv_keep_prompt": 0, "kv_budget": 99})
+    assert len(requests._known) == 40
+    requests.schedule({"kv_keep_prompt": 0, "kv_budget": 98})
+    assert len(requests._known) == 2, "the first has gone, under all of its names"
+
+
 def test_a_budget_of_ones_own() -> None:
     half = own(CASCADE, kv_budget=512)
     assert half == CASCADE.model_copy(update={"budget": 512})

@@ -4,6 +4,7 @@
 import copy
 import gc
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.conftest import ROOT
 from tests.oracle.dgc import ClusterSim, DGCSim
 from tests.oracle.policies import BeehiveSim, CascadeSim, H2OSim, LazySim, OverflowSim, WindowSim
 from tests.oracle.settings import PerToken, make_sim
@@ -247,6 +249,25 @@ def test_counts_of_units_for_thousands_of_tokens(name: str, data: st.DataObject)
         rules = rules_of(schedule, n // unit) if last else ()
         assert n == 4000 or sum(rule.evicts for rule in rules) * unit == deleted[n]
     assert schedule.rows(t).tolist() == compiled(schedule.policy.in_units).rows(t // unit).tolist()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_attended_tokens_are_bounded_as_documented(name: str, data: st.DataObject) -> None:
+    """The sum of docs/RECALL.md, for a token that is decoded: all that is cached before it."""
+    row = re.search(r"\| attended tokens \| at most `(.+?)`", (ROOT / "docs/RECALL.md").read_text())
+    assert row is not None
+    raw = data.draw(st.one_of(raw_settings(name), raw_unit_settings(name)))
+    unit = raw.get("unit", 1)
+    raw["keep_prompt"] = unit * data.draw(st.integers(0, 12))
+    raw["recall"] = data.draw(st.integers(0, 12)) if unit > 1 else 0
+    policy = resolve(raw)
+    most = eval(row[1], {"__builtins__": {"max": max}}, policy.model_dump())
+    attended = compiled(policy).positions(np.arange(6000))
+    assert attended.max() <= most
+    if name != "beehive":  # which keeps fewer than its budget with some thresholds
+        assert attended.max() == most, "no less would do"
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -8,6 +8,7 @@ import re
 from importlib.metadata import EntryPoint
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import CHOICES, POLICIES, discover, resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyError, did_you_mean, shown
+from vllm_cascade.policies.simulate import simulate
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown policy": ({"name": "cascad"}, "did you mean 'cascade'"),
@@ -605,6 +607,12 @@ def test_entry_points_must_name_policies_of_their_own() -> None:
     assert found == {"sink": POLICIES["sink"]} and not errors
 
 
+TIE = "resident"
+PER_HEAD = {"head_policy": "per_kv_head", "head_reduction": "max"}
+COMPARED = {**PER_HEAD, "tie": TIE, "normalise": True}
+"""Settings about scores, none as by default."""
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
@@ -617,6 +625,41 @@ def test_entry_points_must_name_policies_of_their_own() -> None:
             {"cascade_base", "head_reduction"},
         ),
         ({"name": "cascade", "cascade_base": 3, "budget": 540, "tie": "resident"}, set()),
+        ({"name": "window", "head_policy": "per_kv_head"}, {"head_policy"}),
+        ({"name": "lazy", "head_policy": "per_kv_head"}, {"head_policy"}),
+        ({"name": "sink", "head_policy": "per_kv_head"}, {"head_policy"}),
+        ({"name": "sink", "head_policy": "per_kv_head", "recall": 4}, set()),
+        ({"name": "dgc", "head_policy": "per_kv_head"}, {"head_policy"}),
+        ({"name": "dgc", "head_policy": "per_kv_head", "recall": 4}, set()),
+        ({"name": "dgc", "head_policy": "per_kv_head", "importance": "cluster"}, set()),
+        ({"name": "dgc", "head_policy": "per_kv_head", "importance": "attention"}, set()),
+        ({"name": "random", "head_policy": "per_kv_head"}, set()),
+        ({"name": "beehive", "head_policy": "homogeneous"}, set()),
+        ({"name": "cascade", "head_policy": "per_kv_head"}, set()),
+        (
+            {"name": "cascade", "num_subcaches": 1, "head_policy": "per_kv_head", "recall": 4},
+            set(),
+        ),
+        ({"name": "cascade", "num_subcaches": 1, "head_policy": "per_kv_head"}, {"head_policy"}),
+        ({"name": "h2o", "window": 511, **COMPARED}, set()),
+        ({"name": "h2o", "window": 512, **COMPARED}, {*COMPARED}),
+        ({"name": "h2o", "window": 512, "unit": 16, **COMPARED}, {*COMPARED}),
+        (
+            {"name": "h2o", "window": 512, "recall": 4, "head_policy": "per_kv_head", "tie": TIE},
+            {"tie"},
+        ),
+        ({"name": "h2o", "budget": 1, "window": 1, **COMPARED}, {*COMPARED, "window"}),
+        ({"name": "h2o", "budget": 16, "window": 16, "unit": 16}, {"window"}),
+        ({"name": "h2o", "budget": 32, "unit": 16, **COMPARED}, set()),
+        ({"name": "random", "window": 511, "seed": 3, "tie": TIE}, set()),
+        ({"name": "random", "window": 512, "seed": 3, "tie": TIE}, {"seed", "tie"}),
+        ({"name": "random", "budget": 1, "seed": 3}, {"seed"}),
+        ({"name": "sink", "unit": 16, "overflow": 16}, {"overflow"}),
+        ({"name": "h2o", "recall": 4, "overflow": 16}, {"overflow"}),
+        ({"name": "h2o", "unit": 16, "overflow": 32}, set()),
+        ({"name": "h2o", "unit": 16, "overflow": 1}, set()),
+        ({"name": "h2o", "overflow": 1}, set()),
+        ({"name": "lazy", "unit": 16, "overflow": 16}, set()),
         ({"name": "beehive", "log_n_counts": "seen"}, {"log_n_counts"}),
         ({"name": "beehive", "log_n_counts": "seen", "log_n": True}, set()),
     ],
@@ -628,6 +671,50 @@ def test_settings_without_effect(raw: dict[str, Any], expected: set[str]) -> Non
         others = {key: value for key, value in raw.items() if key not in expected}
         own, default = compiled(policy), compiled(resolve({"budget": 512, **others}))
         assert all(own.rules_at(t) == default.rules_at(t) for t in range(2000))
+
+
+OTHER: dict[str, Any] = {"normalise": True, "seed": 7, "tie": "resident", "window": 16}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"name": "h2o", "budget": 48, "window": 48},
+        {"name": "h2o", "budget": 48, "window": 47},
+        {"name": "h2o", "budget": 16, "unit": 16},
+        {"name": "random", "budget": 48, "window": 48},
+        {"name": "random", "budget": 48, "window": 47},
+        {"name": "sink", "budget": 48},
+    ],
+    ids=str,
+)
+def test_what_is_kept_with_other_values(raw: dict[str, Any]) -> None:
+    """The same exactly for settings without effect; ``sink``'s for a policy that has only those."""
+    policy = resolve(raw)
+    probs = np.random.default_rng(0).integers(0, 3, (300, 300)) / 2  # many are equal
+    scores = None if raw["name"] == "random" else probs
+
+    def kept(policy: Policy) -> list[list[int]]:
+        return [step.kept for step in simulate(policy, 300, scores)]
+
+    found = kept(policy)
+    inert = policy.without_effect()
+    for key in OTHER.keys() & type(policy).model_fields.keys():
+        same = kept(policy.model_copy(update={key: OTHER[key]})) == found
+        assert same or key not in inert, key
+        assert not same or key in inert or key == "tie", key
+    sink = {key: value for key, value in raw.items() if key != "window"} | {"name": "sink"}
+    assert (kept(resolve(sink)) == found) == ("head_reduction" in inert and "tie" in inert)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("more", [{}, {"recall": 8}, {"unit": 16}, {"overflow": 32}], ids=str)
+def test_defaults_and_presets_never_warn(name: str, more: dict[str, Any]) -> None:
+    """Nor units and batches of the usual sizes."""
+    presets = getattr(POLICIES[name], "presets", {})
+    for raw in ({"name": name, **more}, *({"name": name, "preset": preset} for preset in presets)):
+        policy = resolve(raw)
+        assert policy.remarks() == [] and not policy.without_effect() & set(raw)
 
 
 @pytest.mark.parametrize(

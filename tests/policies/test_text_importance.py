@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 from tests.conftest import MODEL
 from tests.oracle.dgc import importance, sentences_of
 from vllm_cascade.cli import main
-from vllm_cascade.policies import idf
+from vllm_cascade.policies import idf, text_importance
 from vllm_cascade.policies.idf import SentenceCounter, ends_sentence, sentence_ends
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.policies.text_importance import MAX_SENTENCE, RULES, IdfTable, TokenImportance
+from vllm_cascade.policies.text_importance import (
+    MAX_SENTENCE,
+    RULES,
+    IdfTable,
+    OwnPast,
+    TokenImportance,
+)
 
 VOCAB = 12
 ENDS = np.arange(VOCAB) >= 10
@@ -26,11 +32,11 @@ long_streams = st.lists(st.integers(0, VOCAB - 1), min_size=600, max_size=900).m
 )
 
 
-def table_of(corpus: list[int]) -> IdfTable:
-    counter = SentenceCounter(ENDS)
+def table_of(corpus: list[int], ends: np.ndarray = ENDS) -> IdfTable:
+    counter = SentenceCounter(ends)
     counter.add(corpus)
     counter.close()
-    return IdfTable(counter.num_sentences, counter.sentences, counter.counts, ENDS, "toy")
+    return IdfTable(counter.num_sentences, counter.sentences, counter.counts, ends, "toy")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -57,6 +63,93 @@ def test_equals_the_literal_rule(
         got += judge.advance("request", np.asarray(tokens), begin, end, lag).tolist()
     assert got[:lag] == [0.0] * len(got[:lag])
     assert got[lag:] == pytest.approx(expected[: max(len(tokens) - lag, 0)], rel=1e-6, abs=1e-9)
+
+
+def text(num: int, without_ends: bool) -> np.ndarray:
+    """Random tokens of a vocabulary of 1,000, of which a tenth or none end a sentence."""
+    tokens = np.random.default_rng(3).zipf(1.3, num) % 900
+    ends = np.random.default_rng(4).random(num) < (0 if without_ends else 0.1)
+    return np.where(ends, 900 + tokens % 100, tokens)
+
+
+LARGE = np.arange(1000) >= 900
+CORPUS = text(3000, without_ends=False).tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("without_ends", [False, True])
+def test_a_hit_scores_only_what_follows(
+    rule: str, with_table: bool, without_ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that begins at a snapshot; with a table, it reads one sentence and the lag."""
+    table = table_of(CORPUS, LARGE) if with_table else None
+    tokens, begin, lag = text(50_100, without_ends), 50_000, 100
+    whole = TokenImportance(rule, LARGE, table)
+    whole.advance("a", tokens, 0, begin, lag)
+    called: list[int] = []
+    own = RULES[rule]
+    monkeypatch.setitem(RULES, rule, lambda token, *more: called.append(token) or own(token, *more))
+    read: list[int] = []
+    sentence_of = TokenImportance._sentence_of
+
+    def counted(self: TokenImportance, stream: Any, token: int) -> Any:
+        read.append(token)
+        return sentence_of(self, stream, token)
+
+    monkeypatch.setattr(TokenImportance, "_sentence_of", counted)
+    judge = TokenImportance(rule, LARGE, table)
+    first = judge.advance("a", tokens, begin, begin + 1, lag)
+    assert called == [tokens[begin - lag]]
+    assert len(read) <= lag + 1 + MAX_SENTENCE if with_table else len(read) == begin + 1
+    assert first == whole.advance("a", tokens, begin, begin + 1, lag)
+    late, known = (
+        [one.advance("a", tokens, t, t + 1, lag)[0] for t in range(begin + 1, len(tokens))]
+        for one in (judge, whole)
+    )
+    assert late == known and any(known), "to the last bit"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("with_table", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(tokens=streams, lag=st.integers(0, 20), begin=st.integers(0, 79))
+def test_a_hit_anywhere_in_a_sentence(
+    rule: str, with_table: bool, tokens: list[int], lag: int, begin: int
+) -> None:
+    """Sentences of at most 7 tokens, so that most are cut."""
+    begin %= len(tokens)
+    table, ids = table_of(tokens) if with_table else None, np.asarray(tokens)
+    whole, late = (TokenImportance(rule, ENDS, table) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_importance, "MAX_SENTENCE", 7)
+        whole.advance("a", ids, 0, begin, lag)
+        expected = [whole.advance("a", ids, t, t + 1, lag)[0] for t in range(begin, len(ids))]
+        assert late.advance("a", ids, begin, len(ids), lag).tolist() == expected
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("lag", [50, 300])
+def test_a_sentences_norm_is_not_added_up_for_every_token(
+    with_table: bool, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text without sentence ends: sentences of 256 tokens that grow while they are scored."""
+    looked_up: list[int] = []
+    for corpus in (IdfTable, OwnPast):
+        own = corpus.sentences_with
+
+        def counted(self: Any, token: int, own: Any = own) -> int:
+            looked_up.append(token)
+            return own(self, token)
+
+        monkeypatch.setattr(corpus, "sentences_with", counted)
+    tokens = text(900, without_ends=True)
+    judge = TokenImportance("tfidf_sklearn", LARGE, table_of(CORPUS, LARGE) if with_table else None)
+    got = [judge.advance("a", tokens, t, t + 1, lag)[0] for t in range(len(tokens))]
+    assert len(tokens) - lag <= len(looked_up) <= 4 * len(tokens)
+    known = sentences_of(CORPUS, LARGE.__getitem__) if with_table else None
+    expected = importance(tokens.tolist(), "tfidf_sklearn", lag, LARGE.__getitem__, known)
+    assert got[lag:] == pytest.approx(expected[: len(tokens) - lag], rel=1e-6)
 
 
 def test_requests_are_judged_apart_and_forgotten() -> None:

@@ -12,7 +12,7 @@ A request that hits a snapshot copies it into its own pages before its first ste
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,14 +250,14 @@ class SnapshotStore:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def drop_oldest(self) -> bool:
-        """Drop the least recently used snapshot; False if there is none.
+    def drop_oldest(self, frees: Callable[[Any], bool]) -> bool:
+        """Drop the least recently used snapshot whose ``log`` passes ``frees``; False if none does.
 
         A snapshot that this step takes is not copied then. Its pages are free after the step.
         """
-        if not self._by_key:
+        snapshot = next((one for one in self._by_key.values() if frees(one.log)), None)
+        if snapshot is None:
             return False
-        snapshot = next(iter(self._by_key.values()))
         own = {block.block_id for block in snapshot.blocks}
         copies = [copy for copy in self._copies if copy.dst_block_id not in own]
         taken_now = len(copies) < len(self._copies)

@@ -100,9 +100,13 @@ class Cascade(Policy):
             hint="lower num_subcaches, cascade_base or the budget",
         )
 
+    @property
+    def compares(self) -> bool:
+        return self.num_subcaches > 1
+
     def without_effect(self) -> set[str]:
         alone = {"cascade_base", "eager_fill", "tie", "ema_gamma", "head_reduction"}
-        return super().without_effect() | (alone if self.num_subcaches == 1 else set())
+        return super().without_effect() | (set() if self.compares else alone)
 
     @property
     def window(self) -> int:

@@ -143,6 +143,10 @@ class Policy(KVPolicyConfig):
             keys |= {key for key in type(self).model_fields if key.startswith("recall_")}
         if self.keep_prompt and self.keep_prompt <= self.num_sinks:
             keys.add("keep_prompt")
+        if not (self.heads_differ or self.recall):
+            keys.add("head_policy")
+        if self.overflow == self.unit > 1 and not self.batches_itself:
+            keys.add("overflow")  # as its default, which is 1
         return keys
 
     # --- Derived ---------------------------------------------------------------------------------
@@ -162,6 +166,17 @@ class Policy(KVPolicyConfig):
     def uses_attention(self) -> bool:
         """Whether scores come from attention probabilities."""
         return self.scoring.source == "attention"
+
+    @property
+    def compares(self) -> bool:
+        """Whether scores decide what stays. Override it if that depends on settings."""
+        return self.scoring.source != "none"
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether KV heads may keep different tokens, without recall. All read the same text."""
+        by_head = self.compares and self.scoring.source != "text"
+        return by_head or self.merge_into is not None
 
     @property
     def without_recall(self) -> Self:

@@ -34,6 +34,20 @@ class Recent(Policy):
         """Most recent tokens that are always kept."""
         return max(self.budget // 2, 1) if self.window is None else self.window
 
+    @property
+    def compares(self) -> bool:
+        units = self.in_units
+        return units.recent < units.budget
+
+    def without_effect(self) -> set[str]:
+        keys = super().without_effect()
+        if not self.compares:  # only the oldest token behind the sinks is ever evicted
+            scored = {"head_reduction", "tie", "normalise", "seed"}
+            keys |= scored & type(self).model_fields.keys()
+        if self.budget == self.unit:
+            keys.add("window")
+        return keys
+
     def insertions(self) -> Insertions:
         first = self.num_sinks
         lowest = Rule(first, first + self.budget + 1 - self.recent, 1)

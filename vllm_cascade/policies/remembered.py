@@ -33,7 +33,6 @@ class Remembered(Generic[Made]):
 
     def __init__(self) -> None:
         self._found: OrderedDict[Hashable, Made] = OrderedDict()  # least recently used first
-        self._num_rows = 0
         self._lock = RLock()
 
     def __len__(self) -> int:
@@ -46,13 +45,14 @@ class Remembered(Generic[Made]):
                 self._found.move_to_end(key)
                 return self._found[key]
             own = self._found[key] = make()
-            self._num_rows += own.num_rows
-            while len(self) > 1 and (len(self) > MAX_SCHEDULES or self._num_rows > MAX_ROWS):
-                _, oldest = self._found.popitem(last=False)
-                self._num_rows -= oldest.num_rows
+            while len(self) > 1 and (len(self) > MAX_SCHEDULES or self._num_rows() > MAX_ROWS):
+                self._found.popitem(last=False)
             return own
+
+    def _num_rows(self) -> int:
+        """Rows of all that is remembered; what has several keys counts once."""
+        return sum(own.num_rows for own in set(self._found.values()))
 
     def clear(self) -> None:
         with self._lock:
             self._found.clear()
-            self._num_rows = 0

@@ -169,7 +169,7 @@ class Schedule:
         steps = self._until_recalled(steps)
         self._steps = steps
         self.transient, self.period, self.count = steps.transient, steps.period, steps.count
-        self.num_rows = len(steps.rules) + len(self._base.rules)
+        self.num_rows = sum(len(one.rules) for one in {steps, self._base})
         self.peak = np.maximum.accumulate(steps.count)
         lengths = [len(todo) for todo in steps.rules]
         self.first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.rules import Rule
-from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.policies.schedule import Schedule, compiled
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def simulate(
         ValueError: the array is too small or has the wrong number of axes.
     """
     schedule = compiled(policy)
-    scoring, unit = schedule.scoring, schedule.unit
+    scoring = schedule.scoring
     if scoring.source == "random" and probs is None:
         probs = drawn(scoring.seed, 0, num_tokens)
     axes = 1 if scoring.from_host else 2
@@ -56,6 +56,14 @@ def simulate(
             f"scores must be an array [{', '.join('T' * axes)}] with T >= {num_tokens} tokens, "
             f"not {probs.shape}"
         )
+    return _steps(policy, schedule, num_tokens, probs, every)
+
+
+def _steps(
+    policy: Policy, schedule: Schedule, num_tokens: int, probs: np.ndarray | None, every: int
+) -> Iterator[Step]:
+    """The steps of ``simulate``, which has checked the arguments."""
+    scoring, unit = schedule.scoring, schedule.unit
     kept = np.zeros(0, dtype=np.int64)
     score = np.zeros(0, dtype=np.float32)
     for t in range(num_tokens):

@@ -10,6 +10,7 @@ only the text seen so far.
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from vllm_cascade.policies.settings import KVPolicyError
 FORMAT = "vllm-cascade-idf-1"
 MAX_SENTENCE = 256
 """Longest sentence in tokens. Longer ones are split, which bounds their term counts."""
+LOG_ONE = 1 << 52
+"""What a logarithm of 1 is scaled to."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +103,38 @@ class OwnPast:
 Corpus = IdfTable | OwnPast
 
 
-def tfidf(token: int, sentence: Counter[int], corpus: Corpus) -> float:
-    """Tf-idf as in Eq. 4 of the DGC paper."""
-    frequency = sentence[token] / corpus.occurrences(token)
-    return frequency * math.log(corpus.num_sentences / corpus.sentences_with(token))
+class Norm:
+    """L2 norm of a sentence's weights, updated with every token that the stream reads.
 
+    A term's weight is ``n * (top - log(1 + d))``, with ``top = 1 + log(1 + sentences)`` and ``d``
+    sentences that have the term. The sum of squares then follows from three sums over terms that
+    do not depend on ``top``. Logarithms are scaled to integers: exact sums do not depend on the
+    order of updates, so a stream that is read again gets the same scores.
+    """
 
-def tfidf_sklearn(token: int, sentence: Counter[int], corpus: Corpus) -> float:
-    """Tf-idf as in scikit-learn's default ``TfidfVectorizer``, which the DGC code uses."""
+    def __init__(self, sentence: Counter[int], corpus: Corpus) -> None:
+        self.sentence, self.corpus = sentence, corpus
+        self._sums = [0, 0, 0]  # n**2 * log(1 + d)**k for k = 0, 1, 2
+        for term in sentence:
+            self.count(term, 1)
 
-    def weight(term: int) -> float:
-        ratio = (1 + corpus.num_sentences) / (1 + corpus.sentences_with(term))
-        return sentence[term] * (math.log(ratio) + 1)
+    def count(self, term: int, sign: int) -> None:
+        """Add a term with its current counts, or with ``sign`` -1 take it out."""
+        if number := self.sentence[term]:
+            log = self._log(self.corpus.sentences_with(term))
+            for power in range(3):
+                self._sums[power] += sign * number**2 * log**power
 
-    return weight(token) / math.sqrt(sum(weight(term) ** 2 for term in sentence))
+    def weight(self, term: int) -> float:
+        """The weight of a term, divided by the norm."""
+        top = LOG_ONE + self._log(self.corpus.num_sentences)
+        own = self.sentence[term] * (top - self._log(self.corpus.sentences_with(term)))
+        squares, products, logs = self._sums
+        return own / math.sqrt(top**2 * squares - 2 * top * products + logs)
 
-
-RULES = {"tfidf": tfidf, "tfidf_sklearn": tfidf_sklearn}
+    @staticmethod
+    def _log(number: int) -> int:
+        return round(math.log(1 + number) * LOG_ONE)
 
 
 @dataclass
@@ -126,6 +144,7 @@ class _Stream:
     Attributes:
         last: the first index of the tokens that were read last, and those tokens.
         judged: the scores that were given for them.
+        norm: of the sentence that was scored last, if the rule needs it.
     """
 
     corpus: Corpus
@@ -136,6 +155,35 @@ class _Stream:
     sentence_length: int = 0
     ended: bool = False
     pending: deque[tuple[int, Counter[int]]] = field(default_factory=deque)
+    norm: Norm | None = None
+
+    def count(self, token: int) -> None:
+        """Count a token that was read into the current sentence."""
+        if self.norm is not None:
+            self.norm.count(token, -1)
+        self.sentence[token] += 1
+        if isinstance(self.corpus, OwnPast):
+            self.corpus.counts[token] += 1
+            self.corpus.sentences[token] += self.sentence[token] == 1
+        if self.norm is not None:
+            self.norm.count(token, 1)
+
+
+def tfidf(token: int, sentence: Counter[int], stream: _Stream) -> float:
+    """Tf-idf as in Eq. 4 of the DGC paper."""
+    corpus = stream.corpus
+    frequency = sentence[token] / corpus.occurrences(token)
+    return frequency * math.log(corpus.num_sentences / corpus.sentences_with(token))
+
+
+def tfidf_sklearn(token: int, sentence: Counter[int], stream: _Stream) -> float:
+    """Tf-idf as in scikit-learn's default ``TfidfVectorizer``, which the DGC code uses."""
+    if stream.norm is None or stream.norm.sentence is not sentence:
+        stream.norm = Norm(sentence, stream.corpus)
+    return stream.norm.weight(token)
+
+
+RULES = {"tfidf": tfidf, "tfidf_sklearn": tfidf_sklearn}
 
 
 class TokenImportance:
@@ -161,9 +209,9 @@ class TokenImportance:
     ) -> np.ndarray:
         """Read tokens ``[begin, end)`` of a stream and score tokens ``[begin - lag, end - lag)``.
 
-        If the stored stream does not end at ``begin`` (after a preemption or a snapshot), it is
-        read again from the start. If it was given these tokens last, their scores are given again:
-        layers of several shapes ask for them one after the other.
+        If the stored stream does not end at ``begin`` (after a preemption or a snapshot), its state
+        is made again, without scores. If it was given these tokens last, their scores are given
+        again: layers of several shapes ask for them one after the other.
 
         Args:
             tokens: int ``[n]``, token ids of the stream, with ``n >= end``.
@@ -177,10 +225,11 @@ class TokenImportance:
         if stream is not None and stream.last == last:
             return stream.judged
         if stream is None or stream.num_tokens != begin:
-            stream = _Stream(self._table if self._table is not None else OwnPast())
-            self._streams[request_id] = stream
-            self._read(stream, tokens[:begin].tolist(), lag)
-        judged = self._read(stream, last[1], lag)
+            stream = self._streams[request_id] = self._state(tokens[:begin], lag)
+        judged = [
+            0.0 if known is None else self._rule(*known, stream)
+            for known in self._read(stream, last[1], lag)
+        ]
         stream.last, stream.judged = last, np.asarray(judged, dtype=np.float32)
         return stream.judged
 
@@ -188,19 +237,38 @@ class TokenImportance:
         """Drop a stream, if there is one. Its tokens are read again should it go on."""
         self._streams.pop(request_id, None)
 
-    def _read(self, stream: _Stream, tokens: list[int], lag: int) -> list[float]:
-        judged = []
+    def _state(self, tokens: np.ndarray, lag: int) -> _Stream:
+        """The state of a stream after these tokens. Nothing is scored.
+
+        Own frequencies count all tokens. With a table, the state begins with the sentence of the
+        first token without a score.
+        """
+        if self._table is None:
+            stream = _Stream(OwnPast())
+        else:
+            stream = _Stream(self._table, self._sentence_begin(tokens, len(tokens) - max(lag, 1)))
+        deque(self._read(stream, tokens[stream.num_tokens :].tolist(), lag), maxlen=0)
+        return stream
+
+    def _sentence_begin(self, tokens: np.ndarray, place: int) -> int:
+        """First index of the sentence that has token ``place``; 0 if it is not positive."""
+        if place <= 0:
+            return 0
+        ends = self._ends[tokens[: place + 1]]
+        begins = np.flatnonzero(ends[:-1] & ~ends[1:])
+        begin = int(begins[-1]) + 1 if len(begins) else 0
+        return place - (place - begin) % MAX_SENTENCE
+
+    def _read(
+        self, stream: _Stream, tokens: list[int], lag: int
+    ) -> Iterator[tuple[int, Counter[int]] | None]:
+        """Read tokens. Yields, after each, the token to score now and its sentence, or None."""
         for token in tokens:
             sentence = self._sentence_of(stream, token)
-            sentence[token] += 1
-            if isinstance(stream.corpus, OwnPast):
-                stream.corpus.counts[token] += 1
-                stream.corpus.sentences[token] += sentence[token] == 1
+            stream.count(token)
             stream.pending.append((token, sentence))
-            known = len(stream.pending) > lag
-            judged.append(self._rule(*stream.pending.popleft(), stream.corpus) if known else 0.0)
-        stream.num_tokens += len(tokens)
-        return judged
+            stream.num_tokens += 1
+            yield stream.pending.popleft() if len(stream.pending) > lag else None
 
     def _sentence_of(self, stream: _Stream, token: int) -> Counter[int]:
         """Term counts of the next token's sentence. Consecutive ends belong to one sentence."""

@@ -3,12 +3,13 @@
 
 A running request's whole need is reserved when it is admitted, so its answer never depends on other
 requests. Snapshots share what running requests do not use; the scheduler drops the least recently
-used ones first. How many units a request has evicted follows from its tokens, so the scheduler
-counts the same chunks that workers allocate, without asking them.
+used ones first, if that frees a chunk. How many units a request has evicted follows from its
+tokens, so the scheduler counts the same chunks that workers allocate, without asking them.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakSet
 
@@ -50,9 +51,29 @@ class CountedLog(Chain[Slip]):
 class Snapshots(Protocol):
     """The snapshots, which free chunks when they are dropped."""
 
-    def drop_oldest(self) -> bool:
-        """Drop the least recently used snapshot; False if there is none."""
+    def drop_oldest(self, frees: Callable[[CountedLog | None], bool]) -> bool:
+        """Drop the least recently used snapshot whose log passes ``frees``; False if none does."""
         ...
+
+
+def make_room(
+    live: WeakSet[Slip], most: int, held: Iterable[Slip], snapshots: Snapshots | None
+) -> None:
+    """Drop snapshots, least recently used first, until ``live`` has at most ``most`` chunks.
+
+    Args:
+        held: chunks that stay without snapshots. Snapshots that have no others stay, too: dropping
+            them would free nothing.
+    """
+    if len(live) <= most or snapshots is None:
+        return
+    stays = set(held)
+
+    def frees(log: CountedLog | None) -> bool:
+        return log is not None and not stays.issuperset(log.chunks)
+
+    while len(live) > most and snapshots.drop_oldest(frees):
+        pass
 
 
 class RecallMemory:
@@ -183,9 +204,8 @@ class RecallMemory:
                     read.append(log.chunks[-1:])
                     log.extend(end - log.end)
                     grown.append(log)
-        while len(self._live) > self.capacity and snapshots is not None:
-            if not snapshots.drop_oldest():
-                break
+        held = itertools.chain(*read, *(log.chunks for log in self.logs.values()))
+        make_room(self._live, self.capacity, held, snapshots)
         assert len(self._live) <= self.capacity, "requests outgrew what was reserved for them"
         for log in grown:
             log.trim()

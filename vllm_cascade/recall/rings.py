@@ -34,7 +34,7 @@ from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots
+from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots, make_room
 from vllm_cascade.recall.stores import Piece, Settle, UnitStores, begun
 
 STAGED = 128 << 20
@@ -444,9 +444,7 @@ class RingMemory(RecallMemory):
 
     def grow(self, scheduled: object, snapshots: Snapshots | None) -> None:
         """Rings do not grow; drop snapshots whose chunks have no room."""
-        while len(self._kept) > self.num_chunks and snapshots is not None:
-            if not snapshots.drop_oldest():
-                break
+        make_room(self._kept, self.num_chunks, (), snapshots)
         assert len(self._kept) <= self.num_chunks, "a dropped snapshot has kept its chunks"
 
 
