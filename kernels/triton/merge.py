@@ -164,8 +164,8 @@ def _merge_scored(
     Neither needs what the other writes, so they share a launch.
     """
     HEADS: tl.constexpr = NUM_QUERIES // NUM_SETS
-    row = tl.program_id(0).to(tl.int64)
-    program = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0)
     step = steps + row * STEP
     padding = tl.load(step + STREAM) < 0
     if program < NUM_QUERIES:
@@ -299,7 +299,8 @@ class ScoredMerge:
         places = singles.num_pages * self._page
         tiles = -(-places // self._tile)
         self._launch(
-            (singles.num_rows, self._num_queries + self._num_sets * tiles, 1),
+            # Only the first axis may have more than 65,535 programs.
+            (self._num_queries + self._num_sets * tiles, singles.num_rows, 1),
             (tokens.variant, singles.variant),
             partial=singles.partial,
             partial_lse=singles.partial_lse,

@@ -21,7 +21,6 @@ from tests.attention import no_card
 no_card.pretend()
 
 import torch
-import vllm.distributed
 
 from tests.attention import test_paged
 from tests.attention.test_paged import CASES, IN_UNITS, UNIT_CASES, Shape
@@ -31,7 +30,6 @@ from tests.attention.test_repeat import (
     POLICIES,
     Model,
     decide_together,
-    with_its_heads,
 )
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -128,7 +126,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     test_paged.CPUKVPolicyImpl, test_paged.CPUBuilder = TritonKVPolicyImpl, CUDABuilder
-    vllm.distributed.tensor_model_parallel_all_gather = with_its_heads
     repeated = 0
     with torch.inference_mode():
         for name in ALL:

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 import vllm.distributed
+from vllm import envs
+from vllm.distributed.device_communicators import flashinfer_all_reduce
+from vllm.distributed.device_communicators.flashinfer_all_reduce import FlashInferAllReduce
 from vllm.utils.network_utils import get_open_port
 
 from tests.attention import test_paged
@@ -77,19 +80,23 @@ def test_three_ranks_on_cpus_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_a_maximum_over_cards_goes_through_what_graphs_capture(
-    disabled: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_a_reduction_over_cards_goes_through_what_graphs_capture(
+    how: str, disabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another communicator would take memory that vLLM has not measured."""
+    """Another communicator would take memory that vLLM has not measured, or add in another order.
+
+    vLLM's own ``all_reduce`` of the group is not asked at all: the stand-in has none.
+    """
     asked: list[str] = []
 
     def own(mass: torch.Tensor, op: Any) -> torch.Tensor:
         asked.append(f"nccl {op}")
-        return mass + 1
+        return mass + 4
 
     def other(mass: torch.Tensor, op: Any, group: Any) -> None:
         asked.append(f"torch {op}")
-        mass += 2
+        mass += 8
 
     nccl = SimpleNamespace(disabled=disabled, all_reduce=own)
     group = SimpleNamespace(
@@ -97,7 +104,35 @@ def test_a_maximum_over_cards_goes_through_what_graphs_capture(
     )
     monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_reduce", other)
-    found = over_ranks(torch.zeros(3), "max")
-    most = torch.distributed.ReduceOp.MAX
-    assert asked == [f"{'torch' if disabled else 'nccl'} {most}"]
-    assert found.tolist() == [2 if disabled else 1] * 3
+    found = over_ranks(OnCard(torch.zeros(2, 5)), how)
+    operation = {"mean": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}[how]
+    assert asked == [f"{'torch' if disabled else 'nccl'} {operation}"]
+    assert found.tolist() == [[(8 if disabled else 4) / (2 if how == "mean" else 1)] * 5] * 2
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says it is on a card."""
+
+    is_cpu = False
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("shape", "accepted"), [((40, 2053), True), ((40, 2049), True), ((3, 1, 2304), False)]
+)
+def test_why_masses_do_not_go_through_vllms_sum(
+    shape: tuple[int, ...], accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks FlashInfer first, which takes masses of decode, ``[B, N + 1]``, but not the sums of
+    strides, ``[R, 1, n]``.
+
+    Its kernel for NVSwitch then raises an error, as ``N + 1`` is not divisible by 4, and FlashInfer
+    adds in no fixed order. If vLLM's gate rejects masses one day, ``over_ranks`` may use its sum.
+    """
+    enough = SimpleNamespace(is_buffer_size_sufficient=lambda **_: True)
+    monkeypatch.setattr(flashinfer_all_reduce, "get_fi_ar_workspace", lambda **_: enough)
+    gate = FlashInferAllReduce.__new__(FlashInferAllReduce)
+    gate.disabled, gate.group, gate.world_size, gate.rank = False, None, 2, 0
+    gate.max_workspace_size, gate.max_num_tokens = 64 << 20, 0
+    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER, "vLLM's default"
+    assert gate.should_use_fi_ar(OnCard(torch.zeros(shape))) == accepted

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vllm.distributed
 
 from tests.attention.steps import step_of
 from tests.attention.test_paged import BEEHIVE, CASCADE, DGC, H2O, IN_UNITS, PagedLayer, Shape
@@ -148,7 +147,6 @@ def test_drafts_are_saved_by_layers_that_repeat(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_else_a_layer_does_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strides in PyTorch, the trace, a capture, a median over ranks: no layer repeats."""
-    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_gather", with_its_heads)
     cases: dict[str, Model] = {
         "in PyTorch": Model(Shape(), {**DGC, "importance": "cluster"}),
         "trace": Model(Shape(), CASCADE),
@@ -178,9 +176,9 @@ def with_another_rank(values: torch.Tensor, how: str) -> torch.Tensor:
     return (values + theirs) / 2 if how == "mean" else values.maximum(theirs)
 
 
-def with_its_heads(values: torch.Tensor, dim: int) -> torch.Tensor:
+def with_its_heads(values: torch.Tensor) -> torch.Tensor:
     exchanged.append("gather")
-    return torch.cat([values, values.flip(dim)], dim)
+    return torch.cat([values, values.flip(-3)], -3)
 
 
 def decide_together(model: Model) -> None:
@@ -213,7 +211,6 @@ def test_ranks_that_decide_together_exchange_between_launches(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many times, of the same values, as layers that launch themselves."""
-    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_gather", with_its_heads)
     shape, settings = OVER_RANKS[name]
     model, before, asked = Model(shape, settings), Repeater.number, []
     with monkeypatch.context() as launching:

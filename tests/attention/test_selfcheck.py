@@ -24,7 +24,7 @@ import triton
 
 from vllm_cascade.attention import selfcheck
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda import SWITCH
+from vllm_cascade.attention.cuda import SWITCH, ranks
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.selfcheck import Check, Mismatch
 from vllm_cascade.attention.selfcheck_kept import num_differing, same_units
@@ -459,6 +459,62 @@ def test_a_kernel_that_is_broken_for_some_shapes_is_noticed(
         check(policy)
 
 
+def of_ranks(num_ranks: int, reduction: str = "mean", policy: str = "h2o") -> list[Any]:
+    """The check on one of so many tensor-parallel ranks."""
+    settings = {**POLICIES[policy], "head_reduction": reduction}
+    check = Check(resolve(settings), SHAPE, CUDAKVPolicyBackend, CPU, 2, num_ranks=num_ranks)
+    return check.run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "max", "median"])
+@pytest.mark.parametrize("policy", ["h2o", "units", "recall"])
+def test_right_kernels_of_ranks_pass(policy: str, reduction: str) -> None:
+    rows = of_ranks(3, reduction, policy)
+    assert {"scores", "output", "kept tokens"} <= {row.compared for row in rows}
+    assert 0 < max(row.error for row in rows) < 1e-5
+
+
+OF_RANKS: list[tuple[str, str, str, str]] = [
+    # a reduction, a function in scores.py, what is replaced, and by what
+    ("mean", "score_tile", "tl.where(valid, mass, 0.0)", "tl.where(valid, 0.5 * mass, 0.0)"),
+    ("mean", "score_tile", "mass = tl.load(masses + slot", "mass = 2 * tl.load(masses + slot"),
+    ("max", "score_tile", "mine = tl.load(masses", "mine = 2 * tl.load(masses"),
+    ("median", "_update", "norm = tl.load(lse", "norm = 1 + tl.load(lse"),
+]
+"""Kernels before and after an exchange between ranks, and the one that gets the heads of all."""
+
+
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(OF_RANKS)))]
+)
+def test_a_broken_kernel_of_ranks_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without tensor parallelism does not run it."""
+    reduction, *replaced = OF_RANKS[number]
+    broken(scores, *replaced, monkeypatch)
+    if number == 0:
+        assert of_ranks(1, reduction), "not noticed on one rank"
+    with pytest.raises(Mismatch, match=r"; 2 tensor-parallel ranks\).* kernels: .*update"):
+        of_ranks(2, reduction)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "exchange"),
+    [
+        ("mean", "_mean"),
+        pytest.param("max", "_max", marks=pytest.mark.slow),
+        pytest.param("median", "_gathered", marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_sums_of_ranks_are_noticed(
+    reduction: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(ranks, exchange)
+    monkeypatch.setattr(ranks, exchange, lambda reach, sums: 2 * right(reach, sums))
+    with pytest.raises(Mismatch, match=r"a prompt step .* kernels: .*column_sums"):
+        of_ranks(2, reduction)
+
+
 NAMED = {
     "merge": ("merge", "merge_scored"),
     "scores": ("merge_scored",),
@@ -538,6 +594,27 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert bool(certify.certify(other, (SHAPE,), DEVICES["cpu"], CPU, mode)) == (mode != "off")
     with pytest.raises(KVPolicyError, match="choose from off, once, always"):
         certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, "never")
+
+
+def test_a_verdict_is_of_a_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that decide together run other kernels."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    checked: list[int] = []
+
+    def note(*args: Any) -> Any:
+        checked.append(args[-1])
+        return SimpleNamespace(run=lambda: [selfcheck.Row("decode", "output", 0.0)])
+
+    monkeypatch.setattr(certify, "Check", note)
+    for size in (1, 2, 2, 4):
+        config: Any = SimpleNamespace(
+            additional_config={"kv_policy_check": "once"},
+            parallel_config=SimpleNamespace(tensor_parallel_size=size),
+            speculative_config=None,
+        )
+        policy = resolve(POLICIES["h2o"])
+        certify.certify_layers(config, policy, lambda: (SHAPE,), DEVICES["cpu"], CPU)
+    assert checked == [1, 2, 4]
 
 
 def test_a_cache_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ not run here; their launches are looked at.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.v1.worker import gpu_worker as vllm_worker
 
 from tests.attention import test_windows
 from tests.attention.conftest import use_triton
+from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_rings import rings_of
@@ -103,6 +105,8 @@ IN_8_BITS = Shape(dtype=torch.float16, cache_dtype="fp8_per_token_head")
 class Served:
     """Prompts as a scheduler would send them, next to a request that decodes.
 
+    ``copied``: whether queries and keys are copies, and values are not.
+
     Block tables of 40 pages begin at multiples of 16 bytes, and those of 41 do not.
     """
 
@@ -113,7 +117,9 @@ class Served:
         drafts: int = 0,
         pages: int = 40,
         drafting: bool = False,
+        copied: bool = False,
     ) -> None:
+        self.copied = copied
         self.shape, self.drafts, self.pages = shape, drafts, pages
         settings = settings | {"prefill_stride": STRIDE}
         self.layer = PagedLayer(self.shape, settings, 4 * pages + 1, drafts, drafting)
@@ -138,12 +144,34 @@ class Served:
     def run(self, lengths: list[int], firsts: list[int], prefilling: list[bool]) -> None:
         if self.rings is not None:
             self.evict(firsts)
-        heads, size, tokens = self.shape.num_kv_heads, self.shape.head_size, sum(lengths)
-        query = torch.zeros(tokens, heads * self.shape.group, size)
-        key = torch.zeros(tokens, heads, size)
-        table = self.table[: len(lengths)]
-        parts = query, key, key
-        self.layer.step(lengths, firsts, prefilling, table, *parts, rotate=lambda x, _: x)
+        shape, table = self.shape, self.table[: len(lengths)]
+        metadata = self.layer.builder.build(0, step_of(firsts, lengths, prefilling, table))
+        query, key, value = self.rows(sum(lengths))
+        output = query.new_zeros(*query.shape[:2], shape.value_size)
+        layer = SimpleNamespace(layer_name="layer")
+        self.layer.impl.forward(layer, query, key, value, self.layer.pool, metadata, output)
+
+    def rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values as vLLM passes them: values are always views of the projection
+        of all three, queries and keys are unless they were copied, as by a norm."""
+        shape = self.shape
+        heads, size = shape.num_kv_heads, shape.head_size
+        queries = heads * shape.group
+        if shape.latent:
+            query, key = (torch.zeros(tokens, n, size, dtype=shape.dtype) for n in (queries, heads))
+            return query, key, shape.value_of(key)
+        fused = torch.zeros(tokens, (queries + 2 * heads) * size, dtype=shape.dtype)
+        sizes = [n * size for n in (queries, heads, heads)]
+        query, key, value = (part.unflatten(1, (-1, size)) for part in fused.split(sizes, dim=1))
+        if self.copied:
+            query, key = query.contiguous(), key.contiguous()
+        return query, key, value
+
+    def profile(self) -> None:
+        """vLLM's profiling run, which has no metadata."""
+        query, key, value = self.rows(7)
+        output, layer = query.clone(), SimpleNamespace(layer_name="layer")
+        self.layer.impl.forward(layer, query, key, value, self.layer.pool, None, output)
 
     def prompt(self, tokens: int, beside: bool) -> None:
         """A prompt in chunks of 4,096 at most, then its first own token."""
@@ -188,6 +216,19 @@ def test_nothing_is_compiled_after_the_warm_up(
     name: str, pages: int, variants: set[Variant]
 ) -> None:
     everything_is_warm(Served(POLICIES[name], pages=pages), variants)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("name", ["cascade", "sink"])
+def test_nothing_is_compiled_for_views_of_a_projection(
+    name: str, group: int, copied: bool, variants: set[Variant]
+) -> None:
+    """Heads of 24 channels: from token to token is a multiple of 16 with an even number of heads in
+    all. Contiguous queries and keys have other numbers of heads."""
+    served = Served(POLICIES[name], replace(ODD, group=group), copied=copied)
+    served.profile()
+    everything_is_warm(served, variants)
 
 
 @pytest.mark.parametrize("cls", [cls for cls, _ in OTHERS], ids=lambda cls: cls.__name__)
@@ -382,6 +423,7 @@ def everything_is_warm(served: Served, variants: set[Variant]) -> None:
     for first in (0, 4 * STRIDE):
         for parts in ([17] * 2, [STRIDE, 3, 600], [2 * STRIDE + 1, 1, 33, STRIDE + 1]):
             served.prompts(parts, first)
+    served.run([1, 17, 1], [700, 0, 700], [False, True, False])  # rows of decode are gathered
     own = PerRequest(layer.spec.schedule)
     asked: list[dict[str, Any]] = [{"kv_policy": "sink"}, {"kv_budget": 256}]
     if recalls:

@@ -50,7 +50,7 @@ def test_no_copy_of_a_step_waits(path: Path) -> None:
         "gone.rows[:, last].to(self._rows.device)",
         # what ranks have exchanged, from the device to itself
         "values.copy_(over_ranks(values, reduction))",
-        "found.copy_(exchange(over_ranks, sums))",
+        "found.copy_(exchange(reach, sums))",
     }
     assert set(waiting(path.read_text())) <= allowed
 

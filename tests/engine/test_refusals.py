@@ -21,6 +21,7 @@ from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
 from vllm.config import vllm as vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends import fa_utils
 
 from tests.conftest import MODEL
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
@@ -815,6 +816,49 @@ def test_cuda_needs_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.parallel_config.worker_cls == DEVICES["cuda"].worker
     assert config.attention_config.backend.name == "CUSTOM"
     assert config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, False),
+        ({"attention_backend": "auto"}, False),
+        ({"attention_backend": "TRITON_ATTN"}, True),
+        ({"attention_config": {"backend": "TRITON_ATTN"}}, True),
+    ],
+)
+def test_a_backend_that_vllm_has_chosen_is_not_refused(
+    given: dict[str, Any], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It chooses one for Gemma 4 on cards without FlashAttention 4."""
+    model = AutoConfig.for_model(
+        "gemma4_text",
+        architectures=["Gemma4ForCausalLM"],
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=128,
+        max_position_embeddings=1024,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+    )
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: False)
+    stock = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+    assert stock.attention_config.backend.name == "TRITON_ATTN"
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(CUDA, "stock_worker", DEVICES["cpu"].stock_worker)  # this machine's
+    if refused:
+        with pytest.raises(KVPolicyError, match=r"--attention-backend, .* remove one of the two"):
+            create(tmp_path, **given)
+    else:
+        assert create(tmp_path, **given).attention_config.backend.name == "CUSTOM"
 
 
 @pytest.mark.parametrize(("importance", "warned"), [("attention", False), ("cluster", True)])

@@ -12,7 +12,7 @@ from vllm.forward_context import (
 )
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from vllm_cascade.attention.layer import LayerConfig, NewTokens, gather_kv_heads, over_ranks
+from vllm_cascade.attention.layer import WITH_OTHERS, Exchanges, LayerConfig, NewTokens
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.quantised import CODES, Quantised
@@ -47,6 +47,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         knows_codes: whether the device supports quantised rows.
         knows_sharing: whether the device supports layers that attend to another layer's cache.
         name: the layer's name, once prepared.
+        token_strides: elements from token to token of the model's queries, keys and values; None
+            before vLLM's profiling run, and in layers without keys.
+        exchanges: with other tensor-parallel ranks that share the heads of a set.
         latent: channels of a latent row's value (``LayerConfig.latent``); None in other layers.
     """
 
@@ -56,6 +59,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
     knows_sharing: ClassVar[bool] = False
     recall: LayerStore | None = None
     latent: int | None = None
+    exchanges: Exchanges = WITH_OTHERS
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         self.drafting = False  # set by the worker once the model is loaded
         self.recorder: Recorder | None = None
         self.name = ""
+        self.token_strides: tuple[int, int, int] | None = None
         self._called_in: ref[ForwardContext] | None = None
         self._first_rotary = 0
         self._layer: LayerConfig | None = None
@@ -134,7 +139,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
             slopes = slopes.view(self.num_kv_heads, -1)
         # All ranks must keep the same tokens if they share the heads of a set.
         shared = spec.policy.head_policy == "homogeneous" or spec.latent
-        scores, sinks = spec.window is None, self.sinks  # window layers compare no scores
+        together = num_ranks > 1 and shared and spec.window is None  # windows compare no scores
+        sinks = self.sinks
         rotation = None
         if rotary is not None:
             rotation = rotation_table(
@@ -154,8 +160,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
             is_neox=rotary is None or rotary.is_neox,
             uses_attention=spec.policy.uses_attention,
             reduction=spec.policy.head_reduction,
-            gather_heads=gather_kv_heads if num_ranks > 1 and shared and scores else None,
-            over_ranks=over_ranks if num_ranks > 1 and shared and scores else None,
+            gather_heads=self.exchanges.gather_heads if together else None,
+            over_ranks=self.exchanges.over_ranks if together else None,
             window=spec.window,
             chunked=spec.chunked,
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
@@ -275,6 +281,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if key is not None:
             self.check_one_call(layer.layer_name)
         if attn_metadata is None:
+            if key is not None and value is not None:
+                self.token_strides = query.stride(0), key.stride(0), value.stride(0)
             self.reserve(query)
             return output.zero_()
         if self._first_rotary:  # a stored key begins with its rotary channels

@@ -165,19 +165,31 @@ def over_ranks(mass: torch.Tensor, reduction: str) -> torch.Tensor:
     """Reduce a tensor over all tensor-parallel ranks by ``mean`` or ``max``; the same bits on all.
 
     vLLM's sum on CPUs begins with a rank's own part, so sums of three ranks differ in the last bit.
-    There all ranks get all parts and add them in the order of ranks. On CUDA the maximum goes
-    through the communicator that vLLM captures in graphs; its memory is allocated at start.
+    There all ranks get all parts and add them in the order of ranks. vLLM's sum on CUDA may go
+    through FlashInfer, which adds in no fixed order and raises an error at rows that are not
+    divisible by 4. So NCCL reduces, by the communicator that vLLM captures in graphs; its memory is
+    allocated at start.
     """
-    from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+    from vllm.distributed import get_tp_group
 
     group, mass = get_tp_group(), mass.contiguous()
     if reduction == "mean" and mass.is_cpu:
         return group.all_gather(mass.unsqueeze(0), dim=0).mean(0)
-    if reduction == "mean":
-        return tensor_model_parallel_all_reduce(mass) / group.world_size
-    most = torch.distributed.ReduceOp.MAX
+    operations = torch.distributed.ReduceOp
+    operation = operations.SUM if reduction == "mean" else operations.MAX
     nccl = getattr(group.device_communicator, "pynccl_comm", None)
     if nccl is not None and not nccl.disabled:
-        return nccl.all_reduce(mass, op=most)
-    torch.distributed.all_reduce(mass, op=most, group=group.device_group)
-    return mass
+        mass = nccl.all_reduce(mass, op=operation)
+    else:
+        torch.distributed.all_reduce(mass, op=operation, group=group.device_group)
+    return mass / group.world_size if reduction == "mean" else mass
+
+
+class Exchanges(NamedTuple):
+    """``LayerConfig.gather_heads`` and ``over_ranks`` of tensor-parallel ranks."""
+
+    gather_heads: Callable[[torch.Tensor], torch.Tensor]
+    over_ranks: Callable[[torch.Tensor, str], torch.Tensor]
+
+
+WITH_OTHERS = Exchanges(gather_kv_heads, over_ranks)

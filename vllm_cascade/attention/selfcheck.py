@@ -63,8 +63,8 @@ SUSPECTS = {
         "output": "attend, attend_units, merge or merge_scored",
         "kept tokens": "insert",
         "rows": "insert",
-        "scores": "merge_scored, assign or insert",
-        "bytes of another run": "attend, attend_units, merge, merge_scored or insert",
+        "scores": "merge_scored, update, assign or insert",
+        "bytes of another run": "attend, attend_units, merge, merge_scored, update or insert",
     },
     "prompt": {
         "positions": "none, the step's plan",
@@ -122,6 +122,7 @@ class Check:
         device: where it runs.
         repeats: runs of a step that must give the same bytes.
         drafts: most drafts of a row.
+        num_ranks: tensor-parallel ranks; the others have copies of this one's heads.
 
     Attributes:
         close_calls: units that the device kept instead of others with the same score, but for
@@ -136,6 +137,7 @@ class Check:
         device: torch.device,
         repeats: int = 3,
         drafts: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         same = {
             "num_kv_heads": shape.num_kv_heads,
@@ -163,8 +165,10 @@ class Check:
         sides = shape, self.spec, full
         impl = backend.get_impl_cls()
         assert issubclass(impl, KVPolicyImpl)
-        self.ours = Side(*sides, backend, impl, *sizes, device)
-        self.plain = Side(*sides, CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu"))
+        self.ours = Side(*sides, backend, impl, *sizes, device, num_ranks)
+        cpu = CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu")
+        self.plain = Side(*sides, *cpu, num_ranks)
+        self.num_ranks = num_ranks
         self._generator, self.drafts = torch.Generator().manual_seed(0), drafts
         self._before, self._values = self.ours.pool, torch.empty(0)
         self.close_calls = 0
@@ -443,6 +447,7 @@ class Check:
         kernels = {**SUSPECTS[step.what], **RECALLS}[compared]
         if self.recalls and compared == "output":
             kernels += "; with recall also choose or bring"
+        ranks = f"; {self.num_ranks} tensor-parallel ranks" if self.num_ranks > 1 else ""
         if compared == "bytes of another run":
             kernels += (
                 "; or launches that C has repeated, which VLLM_CASCADE_LAUNCHES=python avoids"
@@ -452,7 +457,8 @@ class Check:
             compared,
             error,
             f"{compared} differ in a {step.what} step of {step.lengths} tokens after {step.firsts} "
-            f"(policy {self.policy.name}; {self.shape.label()}; pages of {self.shape.block_size}): "
+            f"(policy {self.policy.name}; {self.shape.label()}; pages of {self.shape.block_size}"
+            f"{ranks}): "
             f"error {error:.2g}, at most {tolerance:.2g}; kernels: {kernels}",
         )
 

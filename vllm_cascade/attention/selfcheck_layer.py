@@ -13,6 +13,7 @@ from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.cpu.paths import PyTorchPath
 from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.layer import Exchanges
 from vllm_cascade.attention.selfcheck_stores import Named, opened
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
@@ -138,12 +139,21 @@ class Reference(CPUKVPolicyImpl):
         self.path = PyTorchPath(self._layer, self._pages)
 
 
+def with_copies(num_ranks: int) -> Exchanges:
+    """Exchanges with ranks whose heads are copies of this one's.
+
+    No rank waits for another, which may keep a verdict and check nothing.
+    """
+    return Exchanges(lambda mass: torch.cat([mass] * num_ranks, dim=-3), lambda mass, _: mass)
+
+
 class Side:
     """One layer with its builder and pages on a device.
 
     Args:
         spec, full: of the layer, and of one without a window.
         backend: the device's; ``impl`` is its implementation, or another.
+        num_ranks: tensor-parallel ranks, the others simulated by ``with_copies``.
     """
 
     def __init__(
@@ -156,6 +166,7 @@ class Side:
         num_pages: int,
         most_tokens: int,
         device: torch.device,
+        num_ranks: int,
     ) -> None:
         builder = backend.get_builder_cls()
         limits = SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2)
@@ -180,10 +191,11 @@ class Side:
             sinks=sinks if shape.sinks else None,
         )
         self.impl.latent, self.impl.kv_cache_dtype = shape.latent, shape.cache_dtype
+        self.impl.exchanges = with_copies(num_ranks)
         rotary = shape.rotary
         if rotary is not None:
             rotary = Rotary(rotary.inv_freq.to(device), rotary.is_neox)
-        self.impl.prepare(spec, self.cache, rotary, 1, shape.dtype, SCALES)
+        self.impl.prepare(spec, self.cache, rotary, num_ranks, shape.dtype, SCALES)
         assert self.impl._pages is not None, "prepare() sets it"
         self.pages: Pages = self.impl._pages
         config = SimpleNamespace(scheduler_config=limits)

@@ -2,7 +2,8 @@
 """Checks a policy's kernels on the user's own device, and keeps the verdict.
 
 A verdict is a file in vLLM's cache folder. It holds for one device, driver, PyTorch, Triton and
-version of this package, the shape of a model's layers and one policy's settings.
+version of this package, the shape of a model's layers, one policy's settings and a number of
+tensor-parallel ranks.
 """
 
 import hashlib
@@ -146,6 +147,7 @@ def certify(
     device: torch.device,
     mode: str = "once",
     drafts: int = 0,
+    num_ranks: int = 1,
 ) -> list[Row]:
     """Compare the kernels that a policy uses on this device with PyTorch.
 
@@ -154,6 +156,7 @@ def certify(
         entry: the device's entry in ``DEVICES``.
         mode: ``off``; ``once``: unless a verdict is kept; ``always``.
         drafts: most drafts of a request in a step (speculative decoding).
+        num_ranks: tensor-parallel ranks. None waits for another.
 
     Returns:
         The comparisons; none where nothing was run.
@@ -163,7 +166,8 @@ def certify(
     """
     if mode not in CHECK_MODES:
         raise KVPolicyError(f"--kv-policy-check {mode}: choose from {', '.join(CHECK_MODES)}")
-    files = {shape: _verdict_file(policy, shape, entry, drafts) for shape in shapes}
+    how = drafts, num_ranks
+    files = {shape: _verdict_file(policy, shape, entry, *how) for shape in shapes}
     left = [one for one in shapes if mode == "always" or not _is_kept(files[one])]
     if mode == "off" or not left:
         return []
@@ -178,7 +182,7 @@ def certify(
     try:
         backend, repeats = resolve_name(entry.backend), entry.check_repeats
         for shape in left:
-            rows[shape] = Check(checked, shape, backend, device, repeats, drafts).run()
+            rows[shape] = Check(checked, shape, backend, device, repeats, *how).run()
     except Mismatch as error:
         raise KVPolicyError(
             f"the kernels of this device do not agree with PyTorch, so the engine does not start: "
@@ -253,7 +257,8 @@ def certify_layers(
     assert isinstance(config.additional_config, dict), "the policy was read from it"
     mode = config.additional_config.get(CHECK, entry.default_check)
     if mode != "off":
-        certify(policy, shapes(), entry, device, mode, most_drafts(config))
+        how = most_drafts(config), config.parallel_config.tensor_parallel_size
+        certify(policy, shapes(), entry, device, mode, *how)
 
 
 def _facts(entry: Device) -> dict[str, Any]:
@@ -266,12 +271,15 @@ def _facts(entry: Device) -> dict[str, Any]:
     return facts
 
 
-def _verdict_file(policy: Policy, shape: LayerShape, entry: Device, drafts: int) -> Path:
+def _verdict_file(
+    policy: Policy, shape: LayerShape, entry: Device, drafts: int, num_ranks: int
+) -> Path:
     settings = policy.model_dump(exclude={"recall_memory"})  # depends on the host's free memory
     key = _facts(entry) | {
         "shape": repr(shape),
         "policy": [policy.name, settings],
         "drafts": drafts,
+        "ranks": num_ranks,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "checks" / f"{digest[:24]}.json"

@@ -308,6 +308,13 @@ class CUDA(Device):
     def is_current(self) -> bool:
         return current_platform.is_cuda()
 
+    def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
+        super().restore(config, arguments)
+        given = arguments.attention_backend, arguments.attention_config.backend
+        # For Gemma 4 vLLM names a backend itself on cards without FlashAttention 4.
+        if all(one in (None, "auto") for one in given):
+            config.attention_config.backend = None
+
     def memory_bytes(self) -> int:
         return int(current_platform.get_device_total_memory())
 

@@ -202,7 +202,8 @@ class TritonKVPolicyImpl(SharingImpl):
         assert layer is not None, "prepare comes first"
         turning = None if layer.rotation is None else layer.rotation.shape[-1]
         kinds = turning, layer.is_neox, layer.softcap > 0, layer.slopes is None, layer.sinks is None
-        return *kinds, bool(self.last)
+        strides = self.token_strides or ()
+        return *kinds, bool(self.last), *(stride % 16 == 0 for stride in strides)
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare comes first"
@@ -501,8 +502,9 @@ class TritonKVPolicyImpl(SharingImpl):
             put_together(self._layer.over_ranks, policy.head_reduction, singles.masses)
             scores(singles)
             return singles
-        made = singles.logits, singles.own, singles.lse
-        logits, own, lse = (all_heads(one) for one in made if one is not None)
+        made, gather = (singles.logits, singles.own, singles.lse), self._layer.gather_heads
+        assert gather is not None, "it comes with over_ranks"
+        logits, own, lse = (all_heads(gather, one) for one in made if one is not None)
         new_score = update(
             logits=logits,
             own=own,
@@ -527,8 +529,7 @@ class TritonKVPolicyImpl(SharingImpl):
             kernels.sums(tokens, strides)
             if self._layer is not None and self._layer.over_ranks is not None:
                 which, together = (self.num_heads, self.head_size), rows.together
-                told = self._layer.over_ranks, kernels.reduction, self.num_kv_heads
-                strides = together[which] = sums_of_all(strides, together.get(which), *told)
+                strides = together[which] = sums_of_all(strides, together.get(which), self._layer)
         if self.recall is not None and recalling is not None and rows.recalls.stores:
             self.recall.store(recalling, rows.recalls, tokens, kernels.choice(strides))
         kernels.insertion(tokens, strides)

@@ -5,17 +5,22 @@ Results are left in tensors that all layers of a step share. So layers that repe
 the first one exchange theirs between them (``kernels/triton/launch.py``).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.kernels.triton.launch import between, note
 from vllm_cascade.kernels.triton.strides import Strides
 
 OverRanks = Callable[[torch.Tensor, str], torch.Tensor]
-"""``layer.over_ranks``."""
-Exchange = Callable[[OverRanks, torch.Tensor], torch.Tensor]
+"""``LayerConfig.over_ranks``."""
+GatherHeads = Callable[[torch.Tensor], torch.Tensor]
+"""``LayerConfig.gather_heads``."""
+Exchange = Callable[..., torch.Tensor]
+"""Is given one of these two, and sums."""
 
 
 def put_together(over_ranks: OverRanks, reduction: str, values: torch.Tensor) -> None:
@@ -27,16 +32,14 @@ def _reduce(over_ranks: OverRanks, reduction: str, values: torch.Tensor) -> None
     values.copy_(over_ranks(values, reduction))
 
 
-def all_heads(values: torch.Tensor) -> torch.Tensor:
+def all_heads(gather_heads: GatherHeads, values: torch.Tensor) -> torch.Tensor:
     """``[rows, heads, ...]`` of all ranks."""
-    from vllm.distributed import tensor_model_parallel_all_gather
+    num_rows, heads, *rest = values.shape
+    found = gather_heads(values.reshape(num_rows, heads, 1, math.prod(rest)))
+    return found.reshape(num_rows, found.shape[1], *rest).contiguous()
 
-    return tensor_model_parallel_all_gather(values, dim=1).contiguous()
 
-
-def sums_of_all(
-    strides: Strides, known: Strides | None, over_ranks: OverRanks, reduction: str, num_heads: int
-) -> Strides:
+def sums_of_all(strides: Strides, known: Strides | None, layer: LayerConfig) -> Strides:
     """With ``sums`` of all ranks: fp32 ``[R, heads, W * parts]``.
 
     Every rank reduces its heads before it sends them, if it can: not for a median, nor before the
@@ -44,28 +47,30 @@ def sums_of_all(
 
     Args:
         known: what another layer of the step was given.
-        num_heads: KV heads of a rank.
+        layer: one whose ranks decide together.
     """
-    sums, exchange = strides.sums, _gathered
+    sums = strides.sums
+    exchange: Exchange = _gathered
+    reach: OverRanks | GatherHeads | None = layer.gather_heads
     assert sums is not None, "the caller computed them"
-    if reduction == "mean":
-        exchange = _mean
-    elif reduction == "max" and sums.shape[1] == num_heads:
-        exchange = _max
+    if layer.reduction == "mean":
+        exchange, reach = _mean, layer.over_ranks
+    elif layer.reduction == "max" and sums.shape[1] == layer.num_kv_heads:
+        exchange, reach = _max, layer.over_ranks
     if known is not None:
         assert known.sums is not None
-        between(_into, exchange, over_ranks, sums, known.sums)
+        between(_into, exchange, reach, sums, known.sums)
         return known
-    found = exchange(over_ranks, sums)
-    note(_into, exchange, over_ranks, sums, found)
+    found = exchange(reach, sums)
+    note(_into, exchange, reach, sums, found)
     heads = found.shape[1] if exchange is _gathered else strides.query_heads
     return replace(strides, sums=found, query_heads=heads)
 
 
 def _into(
-    exchange: Exchange, over_ranks: OverRanks, sums: torch.Tensor, found: torch.Tensor
+    exchange: Exchange, reach: OverRanks | GatherHeads, sums: torch.Tensor, found: torch.Tensor
 ) -> None:
-    found.copy_(exchange(over_ranks, sums))
+    found.copy_(exchange(reach, sums))
 
 
 def _mean(over_ranks: OverRanks, sums: torch.Tensor) -> torch.Tensor:
@@ -76,5 +81,5 @@ def _max(over_ranks: OverRanks, sums: torch.Tensor) -> torch.Tensor:
     return over_ranks(sums.amax(1, keepdim=True), "max")
 
 
-def _gathered(_: OverRanks, sums: torch.Tensor) -> torch.Tensor:
-    return all_heads(sums)
+def _gathered(gather_heads: GatherHeads, sums: torch.Tensor) -> torch.Tensor:
+    return all_heads(gather_heads, sums)

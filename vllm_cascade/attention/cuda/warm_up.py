@@ -54,10 +54,8 @@ def warm_up(
                 step = _common(firsts, lengths, prompts, width, kv_cache.device)
                 metadata = builder.build(0, step)
                 metadata.waves = [_launching_all(wave) for wave in metadata.waves]
-                num, size, dtype = sum(lengths), impl.head_size, impl.row_dtype
-                query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
-                key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
-                value = key[..., -(impl.latent or size) :]  # of latent rows a part of the key
+                num = sum(lengths)
+                query, key, value = _rows(impl, num, kv_cache.device)
                 output = query.new_empty(num, impl.num_heads, value.shape[2])
                 layer = SimpleNamespace(layer_name="warm-up")
                 impl.forward(layer, query, key, value, kv_cache, metadata, output)
@@ -65,6 +63,28 @@ def warm_up(
                     impl.end_step(metadata)
     finally:
         builder.requests, builder.counters, builder.drafts = requests, counters, drafts
+
+
+def _rows(
+    impl: TritonKVPolicyImpl, num: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros for queries, keys and values of ``num`` tokens, as far apart as the model's.
+
+    Kernels are compiled again where distances are not multiples of 16. The default are views of one
+    projection of all three; latent rows are contiguous.
+    """
+    heads, own, size = impl.num_heads, impl.num_kv_heads, impl.head_size
+    fused = (heads + 2 * own) * size
+    strides = impl.token_strides or (fused, fused, fused)
+    if impl.latent is not None:
+        strides = heads * size, own * size, own * size
+
+    def rows(number: int, stride: int) -> torch.Tensor:
+        memory = torch.zeros(num, stride, dtype=impl.row_dtype, device=device)
+        return memory[:, : number * size].unflatten(1, (number, size))
+
+    query, key, value = map(rows, (heads, own, own), strides)
+    return query, key, value if impl.latent is None else key[..., -impl.latent :]
 
 
 class _Alike(Requests):
@@ -119,8 +139,9 @@ def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[
     """Tokens seen before, and new tokens, per request of each warm-up step; and whether several
     are a prompt's.
 
-    The steps are a stride on an empty cache, strides on a full one, decode beside a stride, and
-    decode alone; and with speculative decoding rows of every number of drafts, and of several.
+    The steps are a stride on an empty cache, strides on a full one, decode beside a stride,
+    decode before and after one, and decode alone; and with speculative decoding rows of every
+    number of drafts, and of several.
     """
     policy, most = builder.schedule.policy, len(builder.positions.buffer)
     stride = policy.prefill_stride
@@ -130,11 +151,14 @@ def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[
     yield [later], [min(2, most)], True
     if most > 2:
         yield [later, later], [1, min(stride, most - 1)], True
+    if most > 3:  # gathered rows are contiguous, whatever the model's are
+        yield [later] * 3, [1, 2, 1], True
     yield [later], [1], True
     for width in range(2, min(1 + drafts, most) + 1):
         yield [later], [width], False
     if drafts and most > 2:
         yield [later, later], [1, 2], False
+        yield [later, later], [2, 1], False
 
 
 def _common(
