@@ -17,7 +17,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
-from vllm_cascade.step.drafts import most_drafts
+from vllm_cascade.step.drafts import MODEL_DRAFTERS, most_drafts
 
 MEASURED = "recall_memory"
 """The setting whose default depends on the host's free memory."""
@@ -87,12 +87,13 @@ def _resolved(policy: Policy, raw: dict[str, Any]) -> Given:
 
 
 def _bound_drafting_positions(config: VllmConfig, native_max_len: int) -> None:
-    """Give an EAGLE head the model's positions, of which vLLM has made ``--max-model-len``.
+    """Give EAGLE's and MTP's layers the model's positions; vLLM has made them
+    ``--max-model-len``, in 0.32 those of EAGLE only.
 
-    Its table of rotations would grow with streams, whose positions in the cache do not.
+    Their table of rotations would grow with streams, whose positions in the cache do not.
     """
     drafts = config.speculative_config
-    if drafts is None or drafts.method not in ("eagle", "eagle3"):
+    if drafts is None or drafts.method not in MODEL_DRAFTERS or drafts.method == "draft_model":
         return
     model = drafts.draft_model_config
     for own in (model.hf_config, model.hf_text_config):
