@@ -21,6 +21,8 @@ from vllm_cascade.step.drafts import MODEL_DRAFTERS, most_drafts
 
 MEASURED = "recall_memory"
 """The setting whose default depends on the host's free memory."""
+HASHES_AHEAD = "disable_lookahead_block_hashes"
+"""vLLM's switch for hashes of a block that cover the token behind it, too; new in 0.33."""
 Positions = tuple[int | None, int | None]
 """Positions of the model, and those that defaults stay within; None: unbounded."""
 
@@ -51,6 +53,9 @@ def apply_policy(
     if not config.model_config.uses_alibi:
         positions = native_max_len, default_max_len
     _bound_drafting_positions(config, native_max_len)
+    if hasattr(config.speculative_config, HASHES_AHEAD):
+        # Else prompts that part right behind a snapshot would not share it.
+        setattr(config.speculative_config, HASHES_AHEAD, True)
     policy = _policy(raw, config, positions)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
     reasons = []
