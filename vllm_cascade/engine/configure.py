@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
-from vllm_cascade.engine.recall_memory import shortage, with_defaults
+from vllm_cascade.engine.recall_memory import log_token_ids, shortage, with_defaults
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import learns_positions
@@ -215,6 +215,7 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
         logger.warning("KV policy %s: settings without effect: %s", policy.name, ", ".join(inert))
     for name, error in UNUSABLE.items():
         logger.warning("KV policy %r of another package is ignored (%s)", name, error)
+    log_token_ids(config)
     limits = config.scheduler_config
     # A request that decodes takes a token and its drafts, and the room that vLLM keeps for them.
     each = 1 + most_drafts(config) + limits.max_num_batched_tokens - batched_tokens(config)
