@@ -2,10 +2,12 @@
 """Patch of ``vllm.config.model._get_and_verify_max_len``.
 
 What: lets ``--max-model-len`` exceed the model's position range while a configuration with a KV
-policy is created, and records the range so that the policy can be checked against it.
+policy is created, and records the range so that the policy can be checked against it. A drafting
+model gets the length of the model.
 Why: a policy keeps positions below sinks + budget + stride, so a stream may be longer than the
-range. vLLM rejects such lengths. ``VLLM_ALLOW_LONG_MAX_MODEL_LEN`` would allow them for stock
-attention as well, where the output would be wrong.
+range. vLLM rejects such lengths, and 0.33 ends streams where a drafting model's length ends.
+``VLLM_ALLOW_LONG_MAX_MODEL_LEN`` would allow them for stock attention as well, where the output
+would be wrong.
 Removed when: a KV cache spec of vLLM can declare that its positions are bounded.
 """
 
@@ -19,6 +21,9 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 from vllm.config import model as vllm_model_config
 from vllm.transformers_utils.config import iter_rope_parameters
+
+ENLARGED = ("default", "linear", "llama3", "proportional")
+"""Rope types of which ``max_position_embeddings`` is the length of the table and nothing else."""
 
 
 @dataclass
@@ -37,9 +42,12 @@ class NativeLength:
         """The range of an engine: the smaller one of both models.
 
         An EAGLE head has the model's positions, whatever its checkpoint says: vLLM enlarges its
-        table of rotations.
+        table of rotations, unless the rope type has a table of another length.
         """
-        shared = drafts is not None and drafts.method in ("eagle", "eagle3")
+        shared = False
+        if drafts is not None and drafts.method in ("eagle", "eagle3"):
+            ropes = iter_rope_parameters(drafts.draft_model_config.hf_config)
+            shared = all(rope["rope_type"] in ENLARGED for rope in ropes)
         longest, default = zip(*self.ranges[: 1 if shared else None], strict=True)
         return min(longest), min(default)
 
@@ -84,6 +92,8 @@ def apply() -> None:
             return original(max_model_len=max_model_len, **kwargs)
         own = original(max_model_len=None, **kwargs)
         native.ranges.append((_longest(own, **kwargs), own))
-        return own if max_model_len in (None, -1) else max_model_len
+        if max_model_len in (None, -1):
+            return max(own, kwargs.get("spec_target_max_model_len") or 0)
+        return max_model_len
 
     vllm_model_config._get_and_verify_max_len = _get_and_verify_max_len

@@ -326,6 +326,11 @@ def test_arguments_that_are_not_ours_pass() -> None:
     for extra_args in ({}, {"forced": [1]}, {"kv_transfer_params": {}}):
         assert check(CASCADE, **extra_args) == ""
     check_arguments(PerRequest(compiled(CASCADE)), PoolingParams())
+    keys = SamplingParams(extra_args={1: "x", None: 2, "kv_budget": 64})  # pyright: ignore[reportArgumentType]
+    check_arguments(PerRequest(compiled(CASCADE)), keys)
+    keys.extra_args = {1: "x", "kv_bugdet": 64}  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(VLLMValidationError, match="did you mean 'kv_budget'"):
+        check_arguments(PerRequest(compiled(CASCADE)), keys)
 
 
 def test_arguments_are_checked_with_the_size() -> None:

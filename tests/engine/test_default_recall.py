@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.config import vllm as vllm_config
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -23,7 +24,7 @@ from tests.engine.pool import EnginePool
 from tests.engine.test_metrics import metrics
 from vllm_cascade.engine import configure, recall_memory
 from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
-from vllm_cascade.engine.devices import CUDA, DEVICES, Device
+from vllm_cascade.engine.devices import CPU, CUDA, DEVICES, Device
 from vllm_cascade.policies.registry import policy_of, resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, RECALL_UNIT, KVPolicyError
@@ -133,8 +134,54 @@ def test_every_worker_of_the_host_has_a_pool(
         additional_config={},
         cache_config=SimpleNamespace(kv_cache_memory_bytes=2 << 30),
         parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size_local=engines),
+        use_v2_model_runner=False,
     )
     assert recall_memory._free_bytes(config) == free << 30
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2}
+
+
+@pytest.mark.parametrize(
+    ("runner", "length", "drafts", "logged", "left"),
+    [
+        ("V2", 3_000_000, None, "4 GiB of host memory", 4),
+        ("V2", 3_000_000, NGRAM, "2.79 GiB of device memory", 8),
+        ("V2", 10_000, None, None, 8 - 2**-6),
+        ("V1", 3_000_000, None, None, 8),
+    ],
+)
+def test_token_ids_of_the_second_runner(
+    runner: str,
+    length: int,
+    drafts: Any,
+    logged: str | None,
+    left: float,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    """It holds as many as ``--max-num-seqs`` of the longest requests have, in pinned memory.
+
+    That is taken in powers of two. Here 250 requests, and 8 GiB of host memory.
+    """
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(CPU, "own_refusals", ())
+    monkeypatch.setattr(vllm_config, "HAS_TRITON", True)  # V2 needs it
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", runner == "V2")
+    config = EngineArgs(
+        model=str(MODEL),
+        max_model_len=length,
+        max_num_seqs=250,
+        speculative_config=drafts,
+        additional_config={"kv_policy": {"name": "sink"}},
+    ).create_engine_config()
+    assert recall_memory._free_bytes(config) == left * 2**30
+    assert ("token ids" in warnings.text) is (logged is not None)
+    if logged is not None:
+        assert f"token ids of --max-num-seqs 250 requests of --max-model-len {length}" in (
+            warnings.text
+        )
+        assert f"takes {logged} at start" in warnings.text
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,16 @@ def step_on(device: torch.device, first: list[int], length: list[int], end: list
 
 
 def run(
-    device: str, shifts: bool, prompts: bool = True, asked: bool = True, shared: bool = False
+    device: str,
+    shifts: bool,
+    prompts: bool = True,
+    asked: bool = True,
+    shared: bool = False,
+    num: int = 3,
 ) -> tuple[Drafter, TargetStep, Any]:
     """Of ``a``'s 5 tokens 2 are rejected. Without ``prompts``, all requests decode.
 
-    ``asked``: False: for no request. ``shared``: with other engines.
+    ``asked``: False: for no request. ``shared``: with other engines. ``num``: drafts.
     """
     step = step_on(torch.device(device), [20, 5, 30, 40], [5, 4, 3, 1], [23, 9, 33, 41])
     if not prompts:
@@ -133,7 +138,7 @@ def run(
         ends.append(end.tolist())
         return last[:, 0].long() + 1
 
-    return drafter, step, (drafter.draft(step, 3, sample), ends)
+    return drafter, step, (drafter.draft(step, num, sample), ends)
 
 
 def lists(drafter: Drafter) -> list[tuple[list[int], list[int], list[int]]]:
@@ -231,6 +236,20 @@ def test_engines_that_share_experts_run_the_model_equally_often(shifts: bool) ->
     assert [len(tokens) for tokens, _ in drafter.padding] == [5] * most
     alone, *_ = run("cpu", shifts, asked=False)
     assert len(alone.calls) == 1 and not alone.padding
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+def test_without_drafts_engines_that_share_experts_run_the_model_once(shifts: bool) -> None:
+    """vLLM 0.33 asks for none where no engine's requests could use them.
+
+    In a draft model, the token sampled behind a prompt then waits for the next step.
+    """
+    for prompts, asked in ((True, True), (False, True), (True, False)):
+        drafter, step, (drafts, ends) = run("cpu", shifts, prompts, asked, shared=True, num=0)
+        assert (len(drafter.calls), len(drafter.padding)) == (1, 0), (prompts, asked)
+        assert drafts == [] == ends
+        joined = not (shifts or prompts)
+        assert list(drafter.ends.values()) == (step.end + joined).tolist()
 
 
 def test_pictures_reach_the_model_as_embeddings() -> None:

@@ -17,20 +17,22 @@ import pytest
 import torch
 from transformers import AutoConfig
 from vllm import envs
-from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig
+from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig, VllmConfig
+from vllm.config import replace as config_replace
 from vllm.config import vllm as vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils
 
 from tests.conftest import MODEL
+from tests.oracle.drafting import write_target
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.attention.cuda.mail import DeviceTables
 from vllm_cascade.attention.cuda.rule_room import MOST_BYTES
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine import devices
-from vllm_cascade.engine.devices import CUDA, DEVICES, WITHOUT_CPU_KERNEL, current_platform
+from vllm_cascade.engine.devices import CPU, CUDA, DEVICES, WITHOUT_CPU_KERNEL, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
 from vllm_cascade.policies.registry import policy_of, resolve
 from vllm_cascade.policies.schedule import compiled
@@ -127,6 +129,18 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "dual_chunk_attention_config": {"chunk_size": 256, "local_size": 64},
         },
         "dual-chunk",
+    ),
+    "chunks with the one before": (
+        {
+            **LLAMA,
+            "architectures": ["Rnj1ForCausalLM"],
+            "model_type": "gemma3_text",
+            "layer_types": ["chunked_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 16,
+        },
+        "layers that attend to their chunk and the one before",
     ),
     "layers without rotary positions": (
         {**LLAMA, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
@@ -294,6 +308,15 @@ FAKED: dict[str, tuple[Any, str]] = {
             )
         ),
         "set its method to draft_model, ngram or suffix",
+    ),
+    "MTP by transformers": (
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                method="mtp",
+                draft_model_config=SimpleNamespace(architectures=["TransformersMoEForMTP"]),
+            )
+        ),
+        "set --model-impl vllm",
     ),
     "parallel drafts": (
         SimpleNamespace(speculative_config=SimpleNamespace(parallel_drafting=True)),
@@ -947,6 +970,62 @@ def test_an_eagle_head_has_the_model_s_positions(
     assert made.speculative_config.draft_model_config.hf_config.max_position_embeddings == 1024
     with pytest.raises(KVPolicyError, match="1024"):
         create(MODEL, budget=1024, speculative_config=drafts)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+BEFORE_033 = pytest.mark.skipif(
+    not hasattr(VllmConfig, "_limit_max_model_len_to_draft"), reason="new in vLLM 0.33"
+)
+
+
+@BEFORE_033
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, YARN])
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_streams_may_be_longer_than_a_drafting_model_s_positions(
+    method: str, rope: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second runner ends stock streams there, also where a configuration is made again."""
+    others = (one for one in CPU.own_refusals if one.name != "Model Runner V2 on the CPU")
+    monkeypatch.setattr(CPU, "own_refusals", tuple(others))
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    parameters = {"rope_theta": 10000.0, **rope}
+    drafts = draft_of(tmp_path, max_position_embeddings=256, rope_parameters=parameters)
+    drafts["method"] = method
+    stock = EngineArgs(model=str(MODEL), skip_tokenizer_init=True, speculative_config=drafts)
+    enlarged = method == "eagle" and rope is not YARN
+    assert stock.create_engine_config().model_config.max_model_len == (1024 if enlarged else 256)
+    made = create(MODEL, budget=128, speculative_config=drafts, max_model_len=1_000_000)
+    for config in (made, config_replace(made)):
+        assert config.model_config.max_model_len == 1_000_000
+
+
+def test_an_eagle_head_whose_positions_cannot_be_enlarged(tmp_path: Path) -> None:
+    """YaRN's table has the length that its own parameters give."""
+    parameters = {"rope_theta": 10000.0, **YARN}
+    drafts = draft_of(tmp_path, max_position_embeddings=256, rope_parameters=parameters)
+    drafts["method"] = "eagle"
+    create(MODEL, budget=128, speculative_config=drafts, max_model_len=100_000)
+    with pytest.raises(KVPolicyError, match="256"):
+        create(MODEL, budget=512, speculative_config=drafts, max_model_len=100_000)
+
+
+@BEFORE_033
+def test_mtp_layers_by_transformers_are_refused(tmp_path: Path) -> None:
+    """vLLM 0.33 can run them."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_mtp_layers": 1}))
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    with pytest.raises(KVPolicyError, match="MTP layers that vLLM runs by transformers"):
+        create(tmp_path, model_impl="transformers", speculative_config=drafts)
+
+
+def test_an_mtp_layer_has_the_model_s_positions(tmp_path: Path) -> None:
+    """vLLM 0.33 gives it one for each token of a stream."""
+    target = write_target(tmp_path, "mtp")
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    made = create(target, budget=128, speculative_config=drafts, max_model_len=1_000_000)
+    model = made.speculative_config.draft_model_config
+    assert model.hf_config.max_position_embeddings == 512
+    assert model.hf_text_config.max_position_embeddings == 512
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:

@@ -130,6 +130,21 @@ def test_a_client_that_disconnects(scheduler: Any) -> None:
     assert first.names and list(index._by_name.values()) == [first] and not first.continued
 
 
+@pytest.mark.parametrize("reports", [True, False])
+def test_durations_of_reads_do_not_pile_up_without_reports(
+    reports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``--disable-log-stats`` there is none; each read from disk adds a duration."""
+    scheduler = in_folder(tmp_path)
+    monkeypatch.setattr(scheduler, "log_stats", reports)
+    durations = index_of(scheduler).counters.load_seconds
+    durations += [0.5, 0.25]
+    stats = scheduler.make_stats()
+    assert not index_of(scheduler).counters.load_seconds
+    assert (stats is not None and stats.kv_sessions.load_seconds == [0.5, 0.25]) is reports
+    scheduler.shutdown()
+
+
 def test_a_request_does_not_wait_for_ever_for_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ TESTED = {
     "Qwen3ForCausalLM": "full attention",
     "Qwen3MoeForCausalLM": "experts",
     "Qwen3NextForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
-    "Rnj1ForCausalLM": "full attention",
+    "Rnj1ForCausalLM": "full attention; layers of chunks (`chunked_attention`) are refused",
     "SarvamMLAForCausalLM": "multi-head latent attention, experts",
     "SarvamMoEForCausalLM": "experts, partly rotated",
     "SeedOssForCausalLM": "full attention; vLLM runs it by transformers",

@@ -146,6 +146,8 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
     """
     extra_args = getattr(params, "extra_args", None) or {}
     for key in extra_args if requests is not None else ():
+        if not isinstance(key, str):  # offline, vLLM takes any key
+            continue
         plain = plain_key(key)
         known = (*KEYS, *SESSION_ARGUMENTS)
         if key in SHORT or (plain.startswith("kv_") and key not in (*known, *VLLM_KEYS)):

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
-from vllm_cascade.engine.recall_memory import shortage, with_defaults
+from vllm_cascade.engine.recall_memory import log_token_ids, shortage, with_defaults
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import learns_positions
@@ -17,10 +17,12 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
-from vllm_cascade.step.drafts import most_drafts
+from vllm_cascade.step.drafts import MODEL_DRAFTERS, most_drafts
 
 MEASURED = "recall_memory"
 """The setting whose default depends on the host's free memory."""
+HASHES_AHEAD = "disable_lookahead_block_hashes"
+"""vLLM's switch for hashes of a block that cover the token behind it, too; new in 0.33."""
 Positions = tuple[int | None, int | None]
 """Positions of the model, and those that defaults stay within; None: unbounded."""
 
@@ -51,6 +53,9 @@ def apply_policy(
     if not config.model_config.uses_alibi:
         positions = native_max_len, default_max_len
     _bound_drafting_positions(config, native_max_len)
+    if hasattr(config.speculative_config, HASHES_AHEAD):
+        # Else prompts that part right behind a snapshot would not share it.
+        setattr(config.speculative_config, HASHES_AHEAD, True)
     policy = _policy(raw, config, positions)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
     reasons = []
@@ -87,12 +92,13 @@ def _resolved(policy: Policy, raw: dict[str, Any]) -> Given:
 
 
 def _bound_drafting_positions(config: VllmConfig, native_max_len: int) -> None:
-    """Give an EAGLE head the model's positions, of which vLLM has made ``--max-model-len``.
+    """Give EAGLE's and MTP's layers the model's positions; vLLM has made them
+    ``--max-model-len``, in 0.32 those of EAGLE only.
 
-    Its table of rotations would grow with streams, whose positions in the cache do not.
+    Their table of rotations would grow with streams, whose positions in the cache do not.
     """
     drafts = config.speculative_config
-    if drafts is None or drafts.method not in ("eagle", "eagle3"):
+    if drafts is None or drafts.method not in MODEL_DRAFTERS or drafts.method == "draft_model":
         return
     model = drafts.draft_model_config
     for own in (model.hf_config, model.hf_text_config):
@@ -209,6 +215,7 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
         logger.warning("KV policy %s: settings without effect: %s", policy.name, ", ".join(inert))
     for name, error in UNUSABLE.items():
         logger.warning("KV policy %r of another package is ignored (%s)", name, error)
+    log_token_ids(config)
     limits = config.scheduler_config
     # A request that decodes takes a token and its drafts, and the room that vLLM keeps for them.
     each = 1 + most_drafts(config) + limits.max_num_batched_tokens - batched_tokens(config)

@@ -14,9 +14,9 @@ vLLM's own passes pad rows with rejected tokens, whose slots it leaves out. Here
 counts, so rows hold accepted tokens only, and the host has to know how many there are: on CUDA it
 waits for the target's step, and scheduling is synchronous.
 
-Data-parallel engines that share a model's experts run it at the same time. So with drafts each runs
-the drafting model equally often in a step: what has no token to run, or no request, runs a token of
-padding.
+Data-parallel engines that share a model's experts run it at the same time. So each runs the
+drafting model equally often in a step: what has no token to run, or no request, runs a token of
+padding. In a step without drafts each runs it once.
 
 ``proposers.py`` has the drafters of vLLM's first model runner, ``speculators.py`` those of its
 second.
@@ -152,7 +152,7 @@ class BoundedDrafter:
         Returns:
             ``num`` drafts, int ``[B]`` each. Those of requests that are not asked for mean nothing.
         """
-        state = self._run_accepted(step)
+        state = self._run_accepted(step, alone=num == 0)
         drafts: list[torch.Tensor] = []
         for i in range(num):
             if i > 0:
@@ -200,8 +200,13 @@ class BoundedDrafter:
         builders: list[Any] = [group.get_metadata_builder() for group in groups]
         self.builders = sorted(builders, key=lambda one: one.kv_cache_spec.window is not None)
 
-    def _run_accepted(self, step: TargetStep) -> _State:
-        """Run the target's accepted tokens, and in a draft model those sampled, too."""
+    def _run_accepted(self, step: TargetStep, alone: bool) -> _State:
+        """Run the target's accepted tokens, and in a draft model those sampled, too.
+
+        Args:
+            alone: whether nothing is drafted. Sampled tokens that would need a pass of their own
+                are then left to the next step, which runs them again anyway.
+        """
         place, num, shifts = step.place[:-1], step.end - step.first, self.sees_hidden_states
         # The sampled token is a stride of its own, and no part of a prompt's last one.
         apart = not shifts and bool((step.asked & step.prompt).any())
@@ -226,7 +231,7 @@ class BoundedDrafter:
         states = self._run(step, step.first, length, token_ids, step.prompt, hidden, pictures)
         at = self.sent(length.cumsum() - 1)
         state = _State(step.first + length, *(values[at] for values in states))
-        return self._run_one_more(step, step.sampled, state) if apart else state
+        return self._run_one_more(step, step.sampled, state) if apart and not alone else state
 
     def _run_one_more(self, step: TargetStep, token_ids: torch.Tensor, state: _State) -> _State:
         """Run one token more of the requests that are asked for drafts and have room for it.

@@ -15,6 +15,7 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
+from vllm.utils.platform_utils import is_uva_available
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
@@ -73,9 +74,40 @@ def _engine_bytes(config: VllmConfig) -> int:
 
 
 def _free_bytes(config: VllmConfig) -> int:
-    """Host memory of an engine beside its sessions and a pool of a given size."""
+    """Host memory of an engine beside its sessions, token ids and a pool of a given size."""
     pool = config.cache_config.kv_cache_memory_bytes if this_device().pages_on_host else None
-    return max(_engine_bytes(config) - (pool or 0) * config.parallel_config.world_size, 0)
+    taken = (pool or 0) + _token_id_bytes(config)[0]
+    return max(_engine_bytes(config) - taken * config.parallel_config.world_size, 0)
+
+
+def _token_id_bytes(config: VllmConfig) -> tuple[int, int]:
+    """Memory in which a worker of Model Runner V2 holds token ids: of the host, and of the device.
+
+    vLLM allocates an int32 ``[max_num_seqs, max_model_len]`` when the worker starts. Where memory
+    cannot be pinned it is on the device. Model Runner V1 takes memory as streams grow.
+    """
+    if not config.use_v2_model_runner:
+        return 0, 0
+    size = 4 * config.scheduler_config.max_num_seqs * config.model_config.max_model_len
+    drafts = config.speculative_config
+    if not is_uva_available() or (drafts is not None and drafts.use_ngram()):
+        return 0, size
+    return 1 << (size - 1).bit_length(), 0  # pinned memory is taken in powers of two
+
+
+def log_token_ids(config: VllmConfig) -> None:
+    """Warn if ``_token_id_bytes`` are many."""
+    for size, where in zip(_token_id_bytes(config), ("host", "device"), strict=True):
+        if size > GIB:
+            logger.warning(
+                "KV policy: the table of the token ids of --max-num-seqs %d requests of "
+                "--max-model-len %d tokens takes %.3g GiB of %s memory at start, in each worker; "
+                "lower one of the two",
+                config.scheduler_config.max_num_seqs,
+                config.model_config.max_model_len,
+                size / GIB,
+                where,
+            )
 
 
 def memory_beside(config: VllmConfig) -> int:

@@ -22,6 +22,7 @@ from vllm_cascade.models.architectures import (
     OWN_ATTENTION,
     SCALED_BY_POSITION,
     learns_positions,
+    looks_back,
     loops,
     may_be_unrotated,
     needs_no_positions,
@@ -166,6 +167,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "MTP layers that share the model's cache (Gemma 4), that vLLM runs by a proposer of their "
         "own (Step 3.5), or of which a model has several are not built; remove "
         "--speculative-config, or set its method to draft_model, ngram or suffix",
+    ),
+    _of_drafts(
+        "MTP by transformers",
+        lambda drafts, *_: (
+            drafts.method == "mtp"
+            and any(
+                name.startswith("Transformers") for name in drafts.draft_model_config.architectures
+            )
+        ),
+        "MTP layers that vLLM runs by transformers are not tested with --kv-policy; set "
+        "--model-impl vllm, or the method of --speculative-config to draft_model, ngram or suffix",
     ),
     _of_drafts(
         "parallel drafts",
@@ -505,6 +517,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "random windows",
         "models with random windows are",
         lambda m: m.rswa_window is not None,
+    ),
+    _model(
+        "chunks with the one before",
+        "layers that attend to their chunk and the one before (Rnj-1) are",
+        lambda m: looks_back(m.hf_text_config),
     ),
     Refusal(
         "scheduler",

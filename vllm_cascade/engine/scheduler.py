@@ -572,6 +572,8 @@ class _StrideAligned(_Base):
         self._meter.step(row for row in accepted if row[2] > 0)
         self._drafted = []
         if stats is None:
+            if self.sessions is not None:
+                self.sessions.index.counters.load_seconds.clear()  # as a report would
             return None
         report = self._meter.report(self.requests, self.snapshot_counters.hits, self._memory)
         sessions = None if self.sessions is None else self.sessions.report()

@@ -144,6 +144,12 @@ def overwrites(config: Any) -> bool:
     return getattr(config, mode, None) == "last_loop" and runs > 1
 
 
+def looks_back(config: Any) -> bool:
+    """Whether layers of chunks also attend to the chunk before (Rnj-1)."""
+    chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return chunks and "Rnj1ForCausalLM" in (getattr(config, "architectures", None) or ())
+
+
 def several_kv_heads(config: Any) -> bool:
     """Whether layers without windows have different numbers of KV heads (DeciLM)."""
     blocks: Any = getattr(config, "block_configs", None) or ()
