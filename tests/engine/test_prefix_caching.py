@@ -91,9 +91,7 @@ def test_kept_prompts_of_different_lengths_share_snapshots(
     prompts = [shared[:150], [*shared[:140], 5], shared, [*shared[:280], *book_tokens[900:1300]]]
     prompts += [[*prompts[-1], *book_tokens[2000:2060]]]
     kept = {"keep_prompt": 200, "budget": 64}
-    cold = [
-        ask(engine(engine_pool, False, **kept), [prompt], 90)[0] for prompt in prompts
-    ]
+    cold = [ask(engine(engine_pool, False, **kept), [prompt], 90)[0] for prompt in prompts]
     llm = engine(engine_pool, True, **kept)
     warm = [ask(llm, [prompt], 90)[0] for prompt in prompts]
     assert [turn[1:] for turn in warm] == [turn[1:] for turn in cold]
