@@ -126,6 +126,8 @@ class Launcher:
                 kernel does not specialise need not be in it if they are below 2**31.
             own: the other arguments and options, by the same names in the same order every time.
         """
+        if 0 in grid:
+            return
         if _notes is not None:
             _notes.append((self, grid, variant, own))
         ready = self._ready.get(variant)
