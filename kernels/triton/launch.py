@@ -51,7 +51,7 @@ _notes: list[Launched | Between] | None = None
 
 
 def variant_of(*values: Any) -> int:
-    """A number for all that Triton may compile a kernel for, equal for equal values only.
+    """A number that identifies everything Triton may specialise on.
 
     Of a tensor that is its type, and whether it begins at a multiple of 16 bytes. Other values
     stand for themselves, so pass none that changes from step to step.

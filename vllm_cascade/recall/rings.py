@@ -59,7 +59,7 @@ class RingCopy:
         end, shown, selected_by_many: what ``Rings`` says of the ring.
         words: of each tensor of the rings, int32 ``[lines, places, words]``: places in use, in
             whole chunks.
-        moved: done when all of them is there.
+        moved: futures; done when the copies are complete.
         pieces: none; copies share nothing.
     """
 
@@ -71,7 +71,7 @@ class RingCopy:
     pieces: tuple[Piece, ...] = ()
 
     def complete(self) -> tuple[torch.Tensor, ...]:
-        """``words``, once all of them is there."""
+        """``words``, once the copies are complete."""
         for part in self.moved:
             part.result()
         return self.words

@@ -105,8 +105,8 @@ def _launching_all(wave: DeviceWave) -> DeviceWave:
 def _schedules(engine: Schedule) -> list[Schedule]:
     """The engine's schedule, and one per-request schedule for each other kind of stride.
 
-    A kind is the score source and whether the policy is score-free, which no policy is that
-    recalls; a request may turn that off.
+    A kind: score source, and whether the policy is score-free. Score-free policies never recall,
+    so each policy also runs without recall.
     """
     found = {(engine.scoring.source, engine.keeps_newest is not None): engine}
     own = PerRequest(engine)
