@@ -6,12 +6,24 @@ modules, a function here finds it (``kv_cache_planning``). ``tests/patches/snaps
 name of vLLM that the plugin uses, with its signature in each version.
 """
 
+from importlib import import_module
 from types import ModuleType
 
 if __name__ == "patches":
     raise ImportError("this folder is installed as vllm_cascade.patches")
 
 CHECKED_VERSIONS = ("0.32", "0.33")
+PATCHES = (
+    "environment",
+    "max_model_len",
+    "engine_args",
+    "pool_size",
+    "preload",
+    "ready_response",
+    "request_checks",
+    "snapshot_create",
+    "stat_loggers",
+)
 _applied: set[str] = set()
 """Patches of this process, by module: a second one would wrap the first."""
 
@@ -30,29 +42,8 @@ def apply_all() -> None:
             logger.warning("%s", why)
             _applied.add(unsupported.__name__)
         return
-    from vllm_cascade.patches import (
-        engine_args,
-        environment,
-        max_model_len,
-        pool_size,
-        preload,
-        ready_response,
-        request_checks,
-        snapshot_create,
-        stat_loggers,
-    )
-
-    for patch in (
-        environment,
-        max_model_len,
-        engine_args,
-        pool_size,
-        preload,
-        ready_response,
-        request_checks,
-        snapshot_create,
-        stat_loggers,
-    ):
+    for name in PATCHES:
+        patch = import_module(f"{__name__}.{name}")
         if patch.__name__ not in _applied:
             patch.apply()
             _applied.add(patch.__name__)

@@ -3,6 +3,8 @@
 // token in order, and inserts the survivors.
 #pragma once
 
+#include <cassert>
+
 #include "attend_stride.h"
 #include "rules.h"
 
@@ -185,7 +187,7 @@ void insert(Work<T> work, const Packed<T>& packed, int64_t set) {
   for (int64_t u = 0; u < work.new_units; u++) {
     if (left[old + u] < 0) continue;
     while (place < places && rank[place] >= 0) place++;
-    if (place == places) break;  // cannot happen: the policy bounds the count
+    assert(place < places);  // the policy bounds the count
     rank[place] = left[old + u];
     score[place] = scores[old + u];
     const int64_t at = work.cached + u * work.unit, settled = left[old + u] + work.stride.recalls_more;

@@ -212,61 +212,55 @@ class Library:
                 f"{path.name} and PyTorch use two OpenMP runtimes; compile it with CXX=g++, or set "
                 "LD_PRELOAD to the runtime that both shall use"
             )
-        native.has_fp16.restype = c_int64
+        layer, rows, length = POINTER(Layer), POINTER(Rows), c_int64
+        for name, result, *given in (
+            ("has_fp16", c_int64),
+            ("chunk_units", c_int64),
+            ("attend_and_insert_tokens", None, layer, POINTER(POINTER(Tokens)), length, rows),
+            ("attend_and_insert_stride", None, layer, POINTER(Stride), rows),
+            ("recall_requests", c_int64, layer, rows, c_void_p, length, c_int64),
+            ("note_ranks", None, layer, c_void_p, length),
+            ("store_leaving", c_int64, layer, c_void_p, length, c_int64),
+            ("store_units", None, layer, POINTER(Units), c_int64, POINTER(Gone)),
+            ("undo_tokens", None, layer, POINTER(Undone)),
+        ):
+            function = getattr(native, name)
+            function.restype, function.argtypes = result, given
+        self._native = native
         wide = native.has_fp16()  # floating-point codes are decoded to fp16
         self.dtypes = {d for d in DTYPES if d != torch.float16 or wide}
         self.codes = {code for code in CODES if code == torch.int8 or wide}
-        self._tokens = native.attend_and_insert_tokens
-        self._stride = native.attend_and_insert_stride
-        native.chunk_units.restype = c_int64
         self.chunk_units = native.chunk_units()  # units of a store's chunk
-        self._recall = native.recall_requests
-        self._note, self._store_leaving = native.note_ranks, native.store_leaving
-        self._store = native.store_units
-        self._undo = native.undo_tokens
-        layer, rows = POINTER(Layer), POINTER(Rows)
-        self._tokens.argtypes = [layer, POINTER(POINTER(Tokens)), c_int64, rows]
-        self._stride.argtypes = [layer, POINTER(Stride), rows]
-        self._recall.argtypes = [layer, rows, c_void_p, c_int64, c_int64]
-        self._note.argtypes = [layer, c_void_p, c_int64]
-        self._store_leaving.argtypes = [layer, c_void_p, c_int64, c_int64]
-        self._store.argtypes = [layer, POINTER(Units), c_int64, POINTER(Gone)]
-        self._undo.argtypes = [layer, POINTER(Undone)]
-        for function in (self._tokens, self._stride, self._undo, self._store):
-            function.restype = None
-        self._note.restype = None
-        for function in (self._recall, self._store_leaving):
-            function.restype = c_int64
 
     def attend_and_insert_tokens(self, layer: Layer, batches: Batches, rows: Rows) -> None:
         """Attend, update scores, apply each row's rules, and insert, for single tokens."""
-        self._tokens(layer, batches.pointers, batches.count, rows)
+        self._native.attend_and_insert_tokens(layer, batches.pointers, batches.count, rows)
 
     def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
         """Attend, update scores, apply the rules of all tokens, and insert, for a stride."""
-        self._stride(layer, stride, rows)
+        self._native.attend_and_insert_stride(layer, stride, rows)
 
     def undo_tokens(self, layer: Layer, undone: Undone) -> None:
         """Undo rejected draft tokens."""
-        self._undo(layer, undone)
+        self._native.undo_tokens(layer, undone)
 
     def recall_requests(self, layer: Layer, rows: Rows, requests: Requests, index: int) -> int:
         """Put the units that ``Recall``s select into pages; returns how many were not there."""
-        came = self._recall(layer, rows, requests, len(requests), index)
+        came = self._native.recall_requests(layer, rows, requests, len(requests), index)
         assert came >= 0, "recalled units are missing, or there is no room for them"
         return came
 
     def store_units(self, layer: Layer, units: Units, index: int, gone: Gone) -> None:
         """Write evicted units to a store."""
-        self._store(layer, units, index, gone)
+        self._native.store_units(layer, units, index, gone)
 
     def note_ranks(self, layer: Layer, requests: Requests) -> None:
         """Copy requests' ranks to their ``before``, before their tokens are inserted."""
-        self._note(layer, requests, len(requests))
+        self._native.note_ranks(layer, requests, len(requests))
 
     def store_leaving(self, layer: Layer, requests: Requests, index: int) -> None:
         """Write units to stores that the tokens of ``Leaving``s have just evicted."""
-        num = self._store_leaving(layer, requests, len(requests), index)
+        num = self._native.store_leaving(layer, requests, len(requests), index)
         assert num >= 0, "a token evicted another number of units"
 
 

@@ -327,8 +327,6 @@ class DecodeAttention:
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
         """Write ``partial``, ``partial_lse``, ``logits`` and ``own``, but for padding rows."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
-        if singles.num_rows == 0:
-            return
         of_logits = "masses" if self.turns_queries else "logits"
         own = {of_logits: singles.logits, f"{of_logits}_stride": singles.num_masses}
         if not self.turns_queries:

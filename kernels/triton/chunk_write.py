@@ -320,7 +320,7 @@ class ChunkWrite:
 
     def __call__(self, tokens: Tokens, chunks: Chunks) -> None:
         assert chunks.num_counters == self._num_sets, chunks.num_counters
-        if chunks.num_chunks == 0 or chunks.max_length == 0:
+        if chunks.max_length == 0:
             return
         _, key_stride, value_stride, _ = tokens.places
         self._launch(

@@ -151,7 +151,7 @@ class ColumnSums:
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
         assert strides.sums_heads == self._sums_heads, (strides.sums_heads, self._sums_heads)
         assert strides.parts == self.parts, (strides.parts, self.parts)
-        if strides.num_rows == 0 or strides.max_length == 0:
+        if strides.max_length == 0:
             return
         old_tiles = -(-strides.max_slots // self._tile)
         tiles = old_tiles - (-strides.max_length // self._tile)

@@ -249,8 +249,6 @@ class VersionSaver:
         check_steps(steps, table)
         num_rows, table_stride = len(steps), table.stride(0)
         assert saves.dtype == torch.int32 and saves.is_contiguous() and len(saves) >= num_rows
-        if num_rows == 0:
-            return
         grid, tile = grid_of_places(num_rows, self._num_sets, table.shape[1] * self._page)
         self._launch(
             grid,
@@ -385,14 +383,13 @@ class DraftUndo:
         num_rows = len(undone)
         assert undone.dtype == table.dtype == torch.int32 and undone.is_contiguous()
         assert undone.shape[1] == UNDONE_COLUMNS and len(table) >= num_rows and table.stride(1) == 1
-        if num_rows:
-            self._launch(
-                (num_rows, self._num_sets, 1),
-                variant_of(undone, table),
-                undone=undone,
-                table=table,
-                table_stride=table.stride(0),
-            )
+        self._launch(
+            (num_rows, self._num_sets, 1),
+            variant_of(undone, table),
+            undone=undone,
+            table=table,
+            table_stride=table.stride(0),
+        )
 
 
 def check_saved(saved: Saved, kv: torch.Tensor, rank: torch.Tensor) -> None:

@@ -188,8 +188,6 @@ class StrideGather:
         assert strides.gathers == self._gathers, (strides.gathers, self._gathers)
         assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
         assert strides.max_slots <= strides.gathered_width, strides.max_slots
-        if strides.num_rows == 0 or strides.max_slots == 0:
-            return
         self._launch(
             (-(-strides.max_slots // self._tile), self._num_heads, strides.num_rows),
             strides.variant,

@@ -433,8 +433,6 @@ class Insertion:
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
         """Write the pages; padding rows write nothing. Rows with ``PER_AGE`` need ``token``."""
         assert tokens.heads[1:] == self._heads, (tokens.heads, self._heads)
-        if singles.num_rows == 0:
-            return
         # A program per request and head set. Latency dominates: one tile for all slots if possible.
         num_places = singles.num_pages * self._page
         tile = min(4096, triton.next_power_of_2(num_places))

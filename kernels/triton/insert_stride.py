@@ -341,8 +341,6 @@ class StrideInsertion:
         """Write the pages, ``notes`` and ``values``."""
         assert tokens.heads[1:] == self._heads, (tokens.heads, self._heads)
         assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
-        if strides.num_rows == 0:
-            return
         self._launch(
             (strides.num_rows, self._num_sets, strides.num_parts),
             (tokens.variant, strides.variant),

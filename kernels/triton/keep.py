@@ -201,25 +201,24 @@ class StrideChoice:
     def __call__(self, strides: Strides) -> torch.Tensor:
         """Write ``notes``, ``values`` and so ``keep``, which is returned."""
         assert strides.keep is not None, "it is for recall"
-        if strides.num_rows:
-            self._launch(
-                (strides.num_rows, strides.num_sets, 1),
-                strides.variant,
-                sums=strides.sums,
-                given=strides.given,
-                line=strides.line,
-                steps=strides.steps,
-                plans=strides.plans,
-                recall=strides.recall,
-                notes=strides.notes,
-                values=strides.values,
-                sums_stride=strides.sums_width,
-                line_stride=strides.line_width,
-                notes_stride=strides.notes_width,
-                share=strides.num_parts,
-                SUMMED=strides.summed,
-                QUERY_HEADS=strides.query_heads,
-                PARTS=strides.parts,
-                SCORE_TILE=strides.score_tile,
-            )
+        self._launch(
+            (strides.num_rows, strides.num_sets, 1),
+            strides.variant,
+            sums=strides.sums,
+            given=strides.given,
+            line=strides.line,
+            steps=strides.steps,
+            plans=strides.plans,
+            recall=strides.recall,
+            notes=strides.notes,
+            values=strides.values,
+            sums_stride=strides.sums_width,
+            line_stride=strides.line_width,
+            notes_stride=strides.notes_width,
+            share=strides.num_parts,
+            SUMMED=strides.summed,
+            QUERY_HEADS=strides.query_heads,
+            PARTS=strides.parts,
+            SCORE_TILE=strides.score_tile,
+        )
         return strides.keep

@@ -51,7 +51,7 @@ _notes: list[Launched | Between] | None = None
 
 
 def variant_of(*values: Any) -> int:
-    """A number for all that Triton may compile a kernel for, equal for equal values only.
+    """A number that identifies everything Triton may specialise on.
 
     Of a tensor that is its type, and whether it begins at a multiple of 16 bytes. Other values
     stand for themselves, so pass none that changes from step to step.
@@ -126,6 +126,8 @@ class Launcher:
                 kernel does not specialise need not be in it if they are below 2**31.
             own: the other arguments and options, by the same names in the same order every time.
         """
+        if 0 in grid:
+            return
         if _notes is not None:
             _notes.append((self, grid, variant, own))
         ready = self._ready.get(variant)

@@ -234,8 +234,6 @@ class Merge:
 
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
         """Write rows of ``output`` and ``lse``; of padding rows zeros, and anything."""
-        if singles.num_rows == 0:
-            return
         self._launch(
             (singles.num_rows, self._num_queries, 1),
             (tokens.variant, singles.variant),
@@ -294,8 +292,6 @@ class ScoredMerge:
 
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
         """Write ``output``, ``score`` and ``new_score``; of padding rows ``output`` only, zeros."""
-        if singles.num_rows == 0:
-            return
         places = singles.num_pages * self._page
         tiles = -(-places // self._tile)
         self._launch(

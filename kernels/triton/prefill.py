@@ -262,8 +262,6 @@ class StrideAttention:
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the strides' rows of ``output`` and ``lse``; ``StrideGather`` comes first."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
-        if strides.num_rows == 0 or strides.max_length == 0:
-            return
         splits, partial = self.split.splits, None
         if splits > 1:
             partial = strides.partial

@@ -365,8 +365,6 @@ class Judge:
     def __call__(self, tokens: Tokens, rows: RecallRows) -> None:
         """Write ``evidence``: units ``BEGIN .. END - 1`` in order; the rest is not written."""
         for part in rows.parts:
-            if part.num_rows == 0:
-                continue
             asking, judging, weighing = self._grids
             asks, weighs = (part.num_rows, *asking), (part.num_rows, *weighing)
             judges = *judging, part.num_rows

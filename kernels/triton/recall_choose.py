@@ -347,8 +347,6 @@ class Recaller:
 
         Rows whose ``HOW`` is 0 are skipped. ``evidence`` is overwritten.
         """
-        if rows.num_rows == 0:
-            return
         places = rows.num_pages * self._page
         self._choose(
             (rows.num_rows, self._num_sets, 1),

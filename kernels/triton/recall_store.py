@@ -541,18 +541,17 @@ class UnitStore:
     def before(self, rows: RecallRows) -> None:
         """Write ``ranks`` of single tokens that are about to be inserted, and evict a unit."""
         places = rows.num_pages * self._page
-        if rows.num_rows:
-            self._remember(
-                (rows.num_rows, self._num_sets, 1),
-                rows.variant,
-                table=rows.table,
-                steps=rows.steps,
-                recall=rows.recall,
-                ranks=rows.ranks,
-                table_stride=rows.table_place,
-                places_stride=places,
-                TILE=min(LINE, triton.next_power_of_2(places)),
-            )
+        self._remember(
+            (rows.num_rows, self._num_sets, 1),
+            rows.variant,
+            table=rows.table,
+            steps=rows.steps,
+            recall=rows.recall,
+            ranks=rows.ranks,
+            table_stride=rows.table_place,
+            places_stride=places,
+            TILE=min(LINE, triton.next_power_of_2(places)),
+        )
 
     def __call__(
         self, rows: RecallRows, tokens: Tokens | None = None, keep: torch.Tensor | None = None
@@ -564,8 +563,6 @@ class UnitStore:
             keep: int32 ``[R, S, C]`` of ``StrideChoice``: -1 for evicted units.
         """
         assert (keep is None) == (tokens is None)
-        if rows.num_rows == 0:
-            return
         places, keep_stride = rows.num_pages * self._page, 0
         if keep is not None:
             keep_stride = keep.stride(1)

@@ -315,8 +315,6 @@ class HeadMasses:
     def __call__(self, singles: Singles) -> None:
         """Write ``masses`` from ``logits``, ``own`` and ``lse``."""
         places = _places(singles, self._page)
-        if singles.num_rows == 0:
-            return
         self._launch(
             (singles.num_rows, 1, -(-places // self._tile)),
             singles.variant,
@@ -365,8 +363,6 @@ class MassScores:
     def __call__(self, singles: Singles) -> None:
         """Write ``score`` and ``new_score`` from ``masses``."""
         places = _places(singles, self._page)
-        if singles.num_rows == 0:
-            return
         self._launch(
             (singles.num_rows, 1, -(-places // self._tile)),
             singles.variant,

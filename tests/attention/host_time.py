@@ -25,13 +25,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.metadata import DeviceWave
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import resolve
+from vllm_cascade.step.builder import step_of
 
 HEADS, GROUP, SIZE, BLOCK = 8, 4, 128, 16
 POLICIES = ("sink", "lazy", "cascade", "h2o", "beehive")

@@ -35,7 +35,6 @@ from vllm.model_executor.layers.attention import attention
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -43,6 +42,7 @@ from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.builder import step_of
 
 LAYERS, HEADS, GROUP, SIZE, BLOCK = 32, 8, 4, 128, 16
 ROWS, CHUNK, BUDGET = 64, 512, 2048

@@ -21,7 +21,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from tests.attention import test_paged, test_quantised
-from tests.attention.steps import step_of
 from tests.attention.test_paged import (
     CASES,
     ENGINE,
@@ -49,6 +48,7 @@ from vllm_cascade.policies import remembered
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.requests import RunnerV2Requests
 
 pytestmark = pytest.mark.usefixtures("triton")

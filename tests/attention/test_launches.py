@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention.conftest import use_triton
 from tests.attention.host_time import decode_step, nothing_launched, prompt
-from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce, common
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import workspace_of
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 pytestmark = pytest.mark.usefixtures("launched_in_python")

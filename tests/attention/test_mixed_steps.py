@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.conftest import use_triton
 from tests.attention.host_time import nothing_launched
-from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce
 from tests.attention.test_launches import SHAPE, Questions, calls_in, forward
 from tests.attention.test_paged import PagedLayer
@@ -31,6 +30,7 @@ from vllm_cascade.attention.cuda.repeats import SWITCH
 from vllm_cascade.kernels.triton import launch
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.builder import step_of
 
 pytestmark = pytest.mark.usefixtures("launched_in_python")
 

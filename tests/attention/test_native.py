@@ -22,7 +22,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.attention.steps import step_of
 from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
 from tests.conftest import ROOT
 from tests.cpp_library import CALLS, symbols
@@ -32,6 +31,7 @@ from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.inputs import Stride
 
 POLICIES = [

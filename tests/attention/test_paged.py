@@ -16,7 +16,6 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
 from tests.attention.reference import LiteralCache
-from tests.attention.steps import step_of
 from tests.cpp_library import CALLS
 from tests.oracle.draws import draws
 from tests.oracle.quantised import Quantiser
@@ -34,6 +33,7 @@ from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.builder import step_of
 
 
 @dataclass

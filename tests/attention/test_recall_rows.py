@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.steps import step_of
 from tests.attention.test_launches import calls_in
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.conftest import ROOT
@@ -29,6 +28,7 @@ from vllm_cascade.kernels.cpp.build import build
 from vllm_cascade.models.rotary import rotate
 from vllm_cascade.recall.log import CHUNK_UNITS, Log
 from vllm_cascade.recall.stores import Stores
+from vllm_cascade.step.builder import step_of
 
 SINK = {"name": "sink", "budget": 24, "num_sinks": 4, "unit": 4, "recall": 3, "recall_every": 4}
 HEADS = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}

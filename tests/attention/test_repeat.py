@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention.steps import step_of
 from tests.attention.test_paged import BEEHIVE, CASCADE, DGC, H2O, IN_UNITS, PagedLayer, Shape
 from tests.attention.test_recall import new, output
 from vllm_cascade.attention.cuda import impl, repeats
@@ -24,6 +23,7 @@ from vllm_cascade.kernels.cpp.build import BuildError
 from vllm_cascade.kernels.triton.repeat import Repeater
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.builder import step_of
 
 LAYERS, PAGES = 2, 7
 pytestmark = pytest.mark.usefixtures("triton")

@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
 from tests.attention.test_drafts import Streams, run_to_the_end
 from tests.attention.test_paged import (
@@ -35,6 +34,7 @@ from tests.attention.test_paged import (
 )
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.step.builder import step_of
 
 pytestmark = pytest.mark.usefixtures("triton")
 

@@ -12,10 +12,10 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
 
-from tests.attention.steps import step_of
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.text_importance import TokenImportance
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.requests import (
     Requests,
     RunnerRequests,

@@ -17,7 +17,6 @@ import torch
 from vllm.platforms import current_platform
 
 from tests.attention.conftest import use_triton
-from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
 from tests.attention.test_paged import PagedLayer, Shape, oracle_for
 from tests.attention.test_recall import new, output, shape_of
@@ -48,6 +47,7 @@ from vllm_cascade.recall.rings import (
 )
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions.copies import Copies
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.recall import plan_logs, plan_rings
 from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.step.rows import StrideRows
@@ -365,7 +365,8 @@ def test_sessions_keep_a_copy_of_a_ring(
     wanted = held(rings, number)
     saved = rings.save(1, settle)
     assert saved is not None and rings.save(5, settle) is None
-    assert saved.num_bytes == -(-stored // CHUNK_UNITS) * chunk_bytes(shape)
+    copied = sum(words.nbytes for words in saved.words)
+    assert copied == -(-stored // CHUNK_UNITS) * chunk_bytes(shape)
     rings.note(output(finished_req_ids={"a"}))
     for tensor in tensors:
         tensor.zero_()  # the next request's

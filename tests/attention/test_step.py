@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.attention.steps import step_of
 from tests.policies.cases import raw_settings, raw_unit_settings
 from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cuda.mail import DeviceTables
@@ -21,6 +20,7 @@ from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.strides import cut_strides
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.plan import SPARE, RuleBook, describe
 from vllm_cascade.step.rows import RequestTokens
 

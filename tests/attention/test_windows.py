@@ -14,7 +14,6 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
-from tests.attention.steps import step_of
 from tests.attention.test_paged import Shape
 from tests.oracle.quantised import Quantiser
 from vllm_cascade.attention.cpu.builder import CPUBuilder
@@ -29,6 +28,7 @@ from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
+from vllm_cascade.step.builder import step_of
 
 SINK = {"name": "sink", "budget": 13, "num_sinks": 3}
 CASES: dict[str, tuple[Shape, int, dict[str, Any]]] = {

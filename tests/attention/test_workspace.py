@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.attention.conftest import use_triton
-from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
 from tests.attention.test_launches import counted
 from tests.attention.test_paged import PagedLayer, Shape
@@ -29,6 +28,7 @@ from vllm_cascade.kernels import rotation_table
 from vllm_cascade.kernels.columns import RECALL_COLUMNS, STEP_COLUMNS
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.builder import step_of
 
 CPU = torch.device("cpu")
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}

@@ -33,6 +33,7 @@ from tests.engine.test_families import random_tokens
 from tests.engine.test_latent import V2, experts_in_one_group
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.recurrent import RECURRENT, write_recurrent
+from tests.sessions.held import held_in
 from vllm_cascade.sessions import files, tiers
 from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.session import Command
@@ -137,7 +138,7 @@ def check_chat(llm: Any, tokens: list[int], turns: int = 4) -> None:
     flush(llm)
     assert index.counters.hits == {"memory": turns - 1} and len(index) == turns
     assert index.counters.hit_tokens == sum(n * (NEW + ANSWER) - 1 for n in range(1, turns))
-    held = llm.collective_rpc("kv_session_bytes")
+    held = llm.collective_rpc(held_in)
     assert min(held) > 0 and sum(held) <= index.used["memory"] and pool_usage(llm) == 0.0
 
 
@@ -199,7 +200,7 @@ def test_200_parked_sessions(
     def ask_all(prompts: list[list[int]]) -> list[Any]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(inputs, params(4), use_tqdm=False)
-        (held,) = llm.collective_rpc("kv_session_bytes")
+        (held,) = llm.collective_rpc(held_in)
         entries, _ = Folder(tmp_path).entries()
         files = sum(entry.num_bytes for entry in entries)
         assert held <= index.used["memory"] <= 15 * mib and index.used["disk"] <= 30 * mib
@@ -265,7 +266,7 @@ def test_1000_parked_sessions(
     monkeypatch.setattr(WorkerSessions, "_read", slow)
 
     def check_bounds() -> None:
-        (bytes_held,) = llm.collective_rpc("kv_session_bytes")
+        (bytes_held,) = llm.collective_rpc(held_in)
         assert bytes_held <= index.used["memory"] <= memory and index.used["disk"] <= disk
         entries, bad = Folder(tmp_path).entries()
         assert not bad and sum(entry.num_bytes for entry in entries) <= disk * 1.05

@@ -33,6 +33,7 @@ from tests.engine.test_sessions import engine
 from tests.engine.test_speculation import check_released, compare, drafted, spoken
 from tests.engine.test_triton_recall import CASCADE, EACH
 from tests.oracle.families import shallow, write_family
+from tests.sessions.held import held_in
 from vllm_cascade.engine.devices import CPU, CUDA
 from vllm_cascade.sessions.copies import StreamCopies
 
@@ -154,7 +155,7 @@ def check_chat(
     flush(llm)
     index = index_of(llm)
     assert index.counters.hits == {"memory": TURNS - 2}
-    (held,) = llm.collective_rpc("kv_session_bytes")
+    (held,) = llm.collective_rpc(held_in)
     assert 0 < held <= index.used["memory"]
     wait_for_files(tmp_path, TURNS - 1)
     engine_pool.close()

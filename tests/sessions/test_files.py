@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
+from tests.sessions.held import held_bytes
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 from vllm_cascade.recall.stores import Stores
@@ -449,9 +450,9 @@ def test_a_worker_saves_writes_reads_and_restores(num_units: int | None, tmp_pat
     worker.execute([save, Command("write", one.id, header=header_of(one))])
     for pool in own:
         pool.zero_()
-    assert wait(worker).written == [one.id] and worker.num_bytes >= 3 * 320
+    assert wait(worker).written == [one.id] and held_bytes(worker) >= 3 * 320
     worker.execute([Command("drop", one.id)])
-    assert worker.num_bytes == 0
+    assert held_bytes(worker) == 0
 
     other = WorkerSessions(Copies(own), tmp_path, others)  # as after a restart
     other.execute([Command("read", one.id, header=ENGINE)])

@@ -40,7 +40,7 @@ class LayerConfig:
         latent: channels of the value if a row is a latent one (``latent.py``): the key is the whole
             row, and the value is its last ``latent`` channels. None: a row is a key, then a value.
         part: what a call does. Layers that share a cache call ``attend`` and ``insert`` apart
-            (``cpu/impl.py``); ``insert`` attends again where attention gives scores.
+            (``attention/shared.py``); ``insert`` attends again where attention gives scores.
     """
 
     num_kv_heads: int

@@ -19,7 +19,7 @@ Kept = dict[str, torch.Tensor]
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative difference of two scores that rounding may decide, by dtype."""
 MOST_CLOSE = 50
-"""One of so many units may be another one."""
+"""At most one unit in this many, plus one, may differ."""
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -19,6 +18,7 @@ from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.step.builder import step_of
 
 SCALES = (0.25, 0.15)
 """A layer's scales of keys and values in 8 bits, where rows have none of their own.
@@ -103,22 +103,9 @@ class Step:
         return "mixed" if min(self.lengths) == 1 else "prompt"
 
     def common(self, device: torch.device) -> CommonAttentionMetadata:
-        offsets = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32)
-        ends = [first + n for first, n in zip(self.firsts, self.lengths, strict=True)]
-        seq_lens = torch.tensor(ends, dtype=torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=offsets.to(device),
-            query_start_loc_cpu=offsets,
-            seq_lens=seq_lens.to(device),
-            seq_lens_cpu_upper_bound=seq_lens,
-            num_reqs=len(ends),
-            num_actual_tokens=sum(self.lengths),
-            max_query_len=max(self.lengths),
-            max_seq_len=max(ends),
-            block_table_tensor=self.table[: len(ends)].to(device),
-            slot_mapping=torch.zeros(0, device=device),
-            is_prefilling=torch.tensor([n > 1 and not self.drafts for n in self.lengths]),
-        )
+        prefilling = [n > 1 and not self.drafts for n in self.lengths]
+        table = self.table[: len(self.firsts)].to(device)
+        return step_of(self.firsts, self.lengths, prefilling, table)
 
 
 @dataclass(frozen=True)

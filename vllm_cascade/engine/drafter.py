@@ -15,8 +15,8 @@ counts, so rows hold accepted tokens only, and the host has to know how many the
 waits for the target's step, and scheduling is synchronous.
 
 Data-parallel engines that share a model's experts run it at the same time. So each runs the
-drafting model equally often in a step: what has no token to run, or no request, runs a token of
-padding. In a step without drafts each runs it once.
+drafting model equally often in a step: an engine with no token or request to run runs one padding
+token. In a step without drafts each runs it once.
 
 ``proposers.py`` has the drafters of vLLM's first model runner, ``speculators.py`` those of its
 second.

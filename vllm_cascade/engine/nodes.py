@@ -25,7 +25,7 @@ from vllm_cascade.sessions.settings import SESSIONS, SessionSettings
 PATIENCE = timedelta(minutes=3)
 """How long a worker waits for others, which joined vLLM's group with it a moment ago."""
 LEAVE = timedelta(seconds=10)
-"""How long a worker that found a difference lets others find it, too: one holds the store."""
+"""How long a worker that found a difference stays up so that others can read the store."""
 SAME = (
     f"All nodes must have the same {', '.join(map(FLAGS.name, ARGUMENTS))} and "
     f"{FLAGS.name(SESSIONS)}"

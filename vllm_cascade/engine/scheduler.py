@@ -72,13 +72,13 @@ class PolicySchedulerOutput(SchedulerOutput):
         cls,
         output: SchedulerOutput,
         dropped: list[int],
-        sessions: tuple[Command, ...] = (),
-        ended: dict[str, int] | None = None,
+        sessions: tuple[Command, ...],
+        ended: dict[str, int],
     ) -> SchedulerOutput:
         if not dropped and not sessions and not ended:
             return output
         parts = {part.name: getattr(output, part.name) for part in fields(output)}
-        own = {"dropped_snapshots": tuple(dropped), "sessions": sessions, "ended": ended or {}}
+        own = {"dropped_snapshots": tuple(dropped), "sessions": sessions, "ended": ended}
         return cls(**parts, **own)
 
 
@@ -270,7 +270,7 @@ class _StrideAligned(_Base):
             chunk = whole_inputs(request, start, num_new_tokens, chunk, ahead)
         if not self._shares_caches:
             return chunk
-        # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
+        # Layers attend to a shared cache as it was when its owner attended (attention/shared.py).
         unit = self._manager.kv_cache_spec.engine_schedule.unit
         return first_stride(start, chunk, prompt_len, self._stride, unit)
 

@@ -78,10 +78,6 @@ class SessionWorker(_Base):
             output.kv_sessions = report
         return output
 
-    def kv_session_bytes(self) -> int:
-        """Bytes of host memory that sessions take in this worker."""
-        return 0 if self._sessions is None else self._sessions.num_bytes
-
     def shutdown(self) -> None:
         if self._sessions is not None:
             self._sessions.close()

@@ -145,7 +145,8 @@ class SchedulerSessions:
             self.folder.open()
             self._names = NamesWriter(self.index, self.folder)
             self._scan(self.folder, self._names)
-        most = self._num_bytes(spec.engine_schedule, config.model_config.max_model_len, spec)
+        schedule, longest = spec.engine_schedule, config.model_config.max_model_len
+        most = self._state_bytes(schedule, longest, spec.num_pages(longest, schedule))
         logger.info(
             "KV sessions: %.2f GiB of host memory, %s; a session takes up to %.1f MiB%s",
             settings.memory,
@@ -162,9 +163,6 @@ class SchedulerSessions:
                 most / 2**30,
                 settings.memory,
             )
-
-    def _num_bytes(self, schedule: Schedule, num_tokens: int, spec: KVPolicySpec) -> int:
-        return self._state_bytes(schedule, num_tokens, spec.num_pages(num_tokens, schedule))
 
     def _state_bytes(self, schedule: Schedule, num_tokens: int, num_pages: int) -> int:
         """Most bytes of a state after ``num_tokens`` tokens, its evicted units included."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pkgutil import resolve_name
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import ModelConfig, get_layers_from_vllm_config, set_current_vllm_config
@@ -32,7 +32,6 @@ from vllm_cascade.cache.quantised import has_scales
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.certify import certify_layers, shapes_of_layers
-from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.nodes import check_workers
 from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_shape
@@ -109,13 +108,8 @@ class Loaded(NamedTuple):
 
 
 class KVPolicyWorker(SessionWorker):
-    """Mixin for vLLM's workers: one process of an engine that runs a policy.
+    """Mixin for vLLM's workers: one process of an engine that runs a policy."""
 
-    Attributes:
-        device_entry: the device; each device's worker sets it.
-    """
-
-    device_entry: ClassVar[Device]
     _requests: Requests = Requests()
     _drafts: Drafts | None = None
     _block_size: int

@@ -8,7 +8,7 @@ All layers evict the same number of units in a step, so a unit has the same numb
 Its tokens may differ between layers and head sets.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -199,11 +199,6 @@ class Log(Chain[Chunk]):
     def moved(self) -> tuple[()]:
         """Nothing is under way: units are in host memory."""
         return ()
-
-    @property
-    def memory(self) -> Iterator[tuple[Chunk, int]]:
-        """The log's chunks and their bytes."""
-        return ((chunk, self.shape.chunk_bytes) for chunk in self.chunks)
 
     @property
     def pieces(self) -> tuple[Chunk, ...]:

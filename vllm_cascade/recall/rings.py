@@ -57,27 +57,21 @@ class RingCopy:
 
     Attributes:
         end, shown, selected_by_many: what ``Rings`` says of the ring.
-        num_bytes: of the copy.
         words: of each tensor of the rings, int32 ``[lines, places, words]``: places in use, in
             whole chunks.
-        moved: done when all of them is there.
+        moved: futures; done when the copies are complete.
         pieces: none; copies share nothing.
     """
 
     end: int
     shown: int
     selected_by_many: bool
-    num_bytes: int
     words: tuple[torch.Tensor, ...]
     moved: tuple[Future[Any], ...] = ()
     pieces: tuple[Piece, ...] = ()
 
-    @property
-    def memory(self) -> Iterator[tuple["RingCopy", int]]:
-        yield self, self.num_bytes
-
     def complete(self) -> tuple[torch.Tensor, ...]:
-        """``words``, once all of them is there."""
+        """``words``, once the copies are complete."""
         for part in self.moved:
             part.result()
         return self.words
@@ -302,7 +296,7 @@ class Rings(UnitStores):
             return None
         number = self.rings.get(name)
         if number is None:
-            return RingCopy(0, 0, False, 0, tuple(self._chunk_memory(0, pinned=False)))
+            return RingCopy(0, 0, False, tuple(self._chunk_memory(0, pinned=False)))
         end = int(self.end[number])
         chunks = -(-self._stored(end) // CHUNK_UNITS)
         whole, moved = tuple(self._chunk_memory(chunks, pinned=False)), []
@@ -312,8 +306,7 @@ class Rings(UnitStores):
             moved.append(settle(filled, tuple(words[:, part] for words in whole)))
             staging.wait = moved[-1].exception  # a session that fails does not end the engine
         shown, many = int(self.shown[number]), bool(self.selected_by_many[number])
-        num_bytes = sum(tensor.nbytes for tensor in whole)
-        return RingCopy(end, shown, many, num_bytes, whole, tuple(moved))
+        return RingCopy(end, shown, many, whole, tuple(moved))
 
     def resume(self, units: Mapping[int, RingCopy]) -> None:
         self._resumed = dict(units)
@@ -368,8 +361,7 @@ class Rings(UnitStores):
         wanted = [(words.shape[0], places, words.shape[2]) for words in self._words]
         if [tuple(tensor.shape) for tensor in copied] != wanted:
             raise ValueError("units of another shape")
-        num_bytes = sum(tensor.nbytes for tensor in copied)
-        return RingCopy(end, shown, bool(many), num_bytes, copied)
+        return RingCopy(end, shown, bool(many), copied)
 
     def numbers(self, names: Sequence[str | None]) -> list[int]:
         """Ring numbers of requests by name; -1 for None or a request without a ring."""

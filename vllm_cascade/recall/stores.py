@@ -7,7 +7,7 @@ deletes logs accordingly.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -42,11 +42,6 @@ class Units(Protocol):
     @property
     def pieces(self) -> Sequence[Piece]:
         """Parts that other units can share."""
-        ...
-
-    @property
-    def memory(self) -> Iterable[tuple[Hashable, int]]:
-        """Blocks of host memory and their bytes; units of several sessions can share them."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ import xxhash
 from vllm_cascade.sessions.session import Session
 
 FORMAT = "5"
-"""Another one for every change of how files or chunks of evicted units (``recall/log.py``) look."""
+"""Bump when the layout of files or of chunks (``recall/log.py``) changes."""
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
 FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "parallelism", "layout")
 """Header entries that must be equal here and in a file, in the order in which they are compared."""

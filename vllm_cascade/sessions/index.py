@@ -62,7 +62,7 @@ def _nearest_first(
 ) -> list[tuple[Session, Session]]:
     """Sessions, each with a part, that share a cache salt or adapter with ``newest``, then others.
 
-    First of all those that have just lost their names for another tier.
+    Sessions that just lost their names in another tier come first.
     """
     scopes = _scopes(newest)
     return sorted(
@@ -130,10 +130,7 @@ class SessionIndex:
         return {name: self._durable(session).id for name, session in pinned.items()}
 
     def _durable(self, session: Session) -> Session:
-        found: Session | None = session
-        while found is not None and not found.on_disk:
-            found = self._sessions.get(found.before or "")
-        return found or session
+        return next((one for one in self._chain(session) if one.on_disk), session)
 
     # --- search ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Given = ParamSpec("Given")
 
 
 def started(most: int, name: str, begin: Callable[[], object] | None = None) -> ThreadPoolExecutor:
-    """A pool of which one thread runs from the beginning, so that all work is done some time.
+    """A pool with one thread started at once, so queued work runs even if no further one can start.
 
     Args:
         begin: called first in each thread.

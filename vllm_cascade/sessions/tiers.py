@@ -127,14 +127,6 @@ class WorkerSessions:
         self._writer = started(1, "kv-sessions-writer")
         self._readers = started(NUM_READERS, "kv-sessions-reader")
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory in use. What sessions share counts once."""
-        states = [state for state in self.states.values() if state.error() is None]
-        pages = sum(t.nbytes for state in states for t in state.pages)
-        units = [state.units for state in states if state.units is not None]
-        return pages + sum({piece: size for one in units for piece, size in one.memory}.values())
-
     def execute(self, commands: Iterable[Command]) -> None:
         """Execute commands before a step."""
         with self._lock:

@@ -32,6 +32,33 @@ from vllm_cascade.step.rows import RequestTokens, Step
 Metadata = TypeVar("Metadata", bound=AttentionMetadata)
 
 
+def step_of(
+    firsts: Sequence[int], lengths: Sequence[int], prefilling: Sequence[bool], table: torch.Tensor
+) -> CommonAttentionMetadata:
+    """What vLLM says of a step on the device of ``table``.
+
+    Args:
+        firsts: tokens of each request before the step; ``lengths``: in it.
+        prefilling: whether each request's tokens are its prompt's.
+        table: int32 ``[B, P]``, pages.
+    """
+    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    ends = torch.tensor(np.add(firsts, lengths), dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=offsets.to(table.device),
+        query_start_loc_cpu=offsets,
+        seq_lens=ends.to(table.device),
+        seq_lens_cpu_upper_bound=ends,
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths),
+        max_seq_len=int(ends.max()),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(0, device=table.device),
+        is_prefilling=torch.tensor(prefilling),
+    )
+
+
 @dataclass
 class StepCounters:
     """Counts of a policy's work in this process, summed over requests (not over layers)."""

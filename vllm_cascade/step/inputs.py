@@ -35,7 +35,7 @@ class Singles:
         given: fp32 ``[B]``, these scores; None where the host gives none.
         recall: what each does with its evicted units, or None; empty if none does anything.
         saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
-        kept: what an implementation makes of them in the first layer, for all others.
+        kept: scratch that the first layer computes and all layers share.
     """
 
     steps: torch.Tensor
@@ -94,7 +94,7 @@ class Stride:
         recalled: units among the cached ones that were recalled; they stand after the sinks.
         recalls_more: so many more will be, when the stride's own evictions are done.
         recall: what it does with evicted units; None: nothing.
-        kept: what an implementation makes of it in the first layer, for all others.
+        kept: scratch that the first layer computes and all layers share.
     """
 
     schedule: Schedule

@@ -9,7 +9,6 @@ the library, ``native`` raises an error if the library cannot run a layer.
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 from vllm_cascade.attention.cpu import native
 from vllm_cascade.attention.evicted import Evicted
@@ -29,27 +28,11 @@ SWITCH = "VLLM_CASCADE_CPU"
 CHOICES = ("native", "pytorch")
 
 
-class Path(Protocol):
-    """Attention of one layer, which also updates its pages.
+class PyTorchPath:
+    """The PyTorch reference, which needs no compiler.
 
     Methods read the rows of their tokens from ``new`` and write ``new.output``.
     """
-
-    def tokens(self, waves: Sequence[Singles], new: NewTokens) -> None:
-        """Run one token of many requests, and wave after wave the tokens that follow it."""
-
-    def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
-        """Run several tokens of one request; ``evicted`` receives the evicted units."""
-
-    def keep_drafts(self, journal: Journal) -> None:
-        """Save in ``journal`` what draft tokens change."""
-
-    def undo(self, undone: Undone) -> None:
-        """Undo rejected drafts."""
-
-
-class PyTorchPath:
-    """The PyTorch reference, which needs no compiler."""
 
     def __init__(self, layer: LayerConfig, pages: Pages) -> None:
         self._layer = layer
@@ -57,13 +40,16 @@ class PyTorchPath:
         self._journal: Journal | None = None
 
     def keep_drafts(self, journal: Journal) -> None:
+        """Save in ``journal`` what draft tokens change."""
         self._journal = journal
 
     def undo(self, undone: Undone) -> None:
+        """Undo rejected drafts."""
         assert self._journal is not None
         self._journal.undo(undone)
 
     def tokens(self, waves: Sequence[Singles], new: NewTokens) -> None:
+        """Run one token of many requests, and wave after wave the tokens that follow it."""
         for singles in waves:
             places = singles.places
             attended = token_path.attend_and_insert(
@@ -72,10 +58,15 @@ class PyTorchPath:
             new.output[places] = attended.to(new.output.dtype)
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
+        """Run several tokens of one request; ``evicted`` receives the evicted units."""
         attended = stride_path.attend_and_insert(
             self._layer, self._pages, stride, *new.at(stride.rows), evicted
         )
         new.output[stride.rows] = attended.to(new.output.dtype)
+
+
+Path = PyTorchPath | native.NativePath
+"""Attention of one layer, which also updates its pages."""
 
 
 def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> Path:

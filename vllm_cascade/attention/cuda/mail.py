@@ -25,8 +25,8 @@ begin at a multiple of 16 bytes, however wide they are. A pointer's alignment se
 class Mail:
     """Collects a step's rows and sends them to the device in one transfer.
 
-    ``add`` and ``add_without`` return slices, which index the tensors that ``send`` sets. No slice
-    has the rows between those that were added together.
+    ``add`` and ``add_without`` return slices, which index the tensors that ``send`` sets. Slices
+    exclude alignment padding.
 
     Attributes:
         steps: int32 ``[n, STEP_COLUMNS]``, rows with block tables.

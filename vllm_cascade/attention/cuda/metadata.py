@@ -20,8 +20,7 @@ from vllm_cascade.step.rows import StrideRows
 
 
 class Recalls(NamedTuple):
-    """What any of some strides does with evicted units, as far as the host knows: launches for what
-    none of them does are left out.
+    """What a group of strides does with evicted units; unneeded launches are skipped.
 
     Attributes:
         selects: whether any selects units; ``judges``: by their evidence.

@@ -23,6 +23,7 @@ from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import POLICIES
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.drafts import Drafts
 from vllm_cascade.step.inputs import Undone
 from vllm_cascade.step.requests import Requests
@@ -51,7 +52,9 @@ def warm_up(
             builder.requests = _Alike(schedule)
             for firsts, lengths, prompts in _steps(builder, most_drafts):
                 builder.drafts = None if prompts else _AllDrafts(len(lengths), most_drafts)
-                step = _common(firsts, lengths, prompts, width, kv_cache.device)
+                prefilling = [prompts and length > 1 for length in lengths]
+                table = kv_cache.new_zeros(len(lengths), width, dtype=torch.int32)
+                step = step_of(firsts, lengths, prefilling, table)
                 metadata = builder.build(0, step)
                 metadata.waves = [_launching_all(wave) for wave in metadata.waves]
                 num = sum(lengths)
@@ -122,8 +125,8 @@ def _launching_all(wave: DeviceWave) -> DeviceWave:
 def _schedules(engine: Schedule) -> list[Schedule]:
     """The engine's schedule, and one per-request schedule for each other kind of stride.
 
-    A kind is the score source and whether the policy is score-free, which no policy is that
-    recalls; a request may turn that off.
+    A kind: score source, and whether the policy is score-free. Score-free policies never recall,
+    so each policy also runs without recall.
     """
     found = {(engine.scoring.source, engine.keeps_newest is not None): engine}
     own = PerRequest(engine)
@@ -159,23 +162,3 @@ def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[
     if drafts and most > 2:
         yield [later, later], [1, 2], False
         yield [later, later], [2, 1], False
-
-
-def _common(
-    firsts: list[int], lengths: list[int], prompts: bool, width: int, device: torch.device
-) -> CommonAttentionMetadata:
-    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    ends = torch.tensor([a + b for a, b in zip(firsts, lengths, strict=True)], dtype=torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=offsets.to(device, non_blocking=True),
-        query_start_loc_cpu=offsets,
-        seq_lens=ends.to(device, non_blocking=True),
-        seq_lens_cpu_upper_bound=ends,
-        num_reqs=len(lengths),
-        num_actual_tokens=sum(lengths),
-        max_query_len=max(lengths),
-        max_seq_len=int(ends.max()),
-        block_table_tensor=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
-        slot_mapping=torch.zeros(0, device=device),
-        is_prefilling=torch.tensor([prompts and length > 1 for length in lengths]),
-    )
