@@ -193,13 +193,6 @@ def test_a_releases_tag_is_its_version(tmp_path: Path) -> None:
         check_tag(wheel, "v0.2.0")
 
 
-def test_the_vllm_command_works(tmp_path: Path) -> None:
-    done = run(str(BIN / "vllm"), "--version", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    version = done.stdout.splitlines()[-1]
-    assert version.removesuffix("+cpu") == importlib.metadata.version("vllm").removesuffix("+cpu")
-
-
 @pytest.mark.parametrize("package", ["torch", "transformers", "vllm"])
 def test_packages_are_compiled(package: str) -> None:
     """Else every process compiles vLLM and what it imports anew, where none may write byte code."""

@@ -6,6 +6,7 @@ rotates them at their rank. There are no pages, slots or ``born`` positions here
 """
 
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,14 +15,24 @@ from tests.oracle.dgc import nearest_centres
 from tests.oracle.quantised import Quantiser, written_at
 
 
-def of_units(mass: dict[int, torch.Tensor], unit: int) -> dict[int, torch.Tensor]:
+def of_units(mass: dict[int, float], unit: int) -> dict[int, float]:
     """A head's attention on tokens, with a unit's whole on its first token: heads judge units."""
     return {
-        token: sum(mass.get(token + i, torch.zeros(())) for i in range(unit)).clone()
-        if token % unit == 0
-        else torch.zeros((), dtype=torch.float64)
+        token: 0.0 if token % unit else sum(mass.get(token + i, 0.0) for i in range(unit))
         for token in mass
     }
+
+
+def median(values: list[float]) -> float:
+    """The lower of the middle two, as PyTorch's."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean,
+    "max": max,
+    "median": median,
+}
 
 
 class LiteralCache:
@@ -57,15 +68,14 @@ class LiteralCache:
         self.keys: list[torch.Tensor] = []  # per token [H, D], unrotated
         self.values: list[torch.Tensor] = []
         self.scores: list[dict[int, float]] = [{} for _ in range(num_sets)]
-        self._rotated: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """fp64 rotation of the leading channels of ``[..., D]``."""
+    def rotate(self, x: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        """fp64 rotation of the leading channels of ``[..., D]``, to one position or ``[...]``."""
         if self.inv_freq is None:
             return x.double()
-        angle = position * self.inv_freq.double()
+        angle = torch.as_tensor(position)[..., None] * self.inv_freq.double()
         cos, sin = angle.cos(), angle.sin()
-        x, half = x.double().clone(), len(angle)
+        x, half = x.double().clone(), angle.shape[-1]
         if self.is_neox:
             first, second = x[..., :half].clone(), x[..., half : 2 * half].clone()
             x[..., :half] = first * cos - second * sin
@@ -87,24 +97,25 @@ class LiteralCache:
         first = len(self.keys)
         self.keys.extend(key)
         self.values.extend(value)
+        if self.logit_scale:
+            scales = [self.logit_scale(first + t) for t in range(num_tokens)]
+            query = torch.stack([row * scale for row, scale in zip(query, scales, strict=True)])
         output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
-        mass = [dict[int, torch.Tensor]() for _ in range(query.shape[1])]
+        mass: list[dict[int, float]] = []  # of each query head
         before = len(self.sims[0].tokens())
-        for head in range(query.shape[1]):
-            kv_head = head // group
+        age = torch.arange(num_tokens - 1, -1, -1, dtype=torch.float64)
+        weight = self.weight * self.decay**age
+        for kv_head in range(num_heads):
             cached = self.sims[kv_head % len(self.sims)].arranged()
-            for t in range(num_tokens):
-                tokens = cached + list(range(first, first + t + 1))
-                factor = self.logit_scale(first + t) if self.logit_scale else 1.0
-                probs = self._probabilities(
-                    query[t, head] * factor, tokens, kv_head, head, len(cached) + t
-                )
-                rows = torch.stack([self.values[token][kv_head].double() for token in tokens])
-                output[t, head] = probs @ rows
-                weight = self.weight * self.decay ** (num_tokens - 1 - t)
-                for token, p in zip(tokens, probs, strict=True):
-                    mass[head][token] = mass[head].get(token, torch.zeros(())) + weight * p
-        self._update_and_insert(mass, first, num_tokens, group)
+            tokens = cached + list(range(first, first + num_tokens))
+            keys = torch.stack([self.keys[token][kv_head].double() for token in tokens])
+            values = torch.stack([self.values[token][kv_head].double() for token in tokens])
+            keys = self.rotate(keys, torch.arange(len(tokens)))
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                probs = self._probabilities(query[:, head], keys, head)
+                output[:, head] = probs @ values
+                mass.append(dict(zip(tokens, (weight @ probs).tolist(), strict=True)))
+        self._update_and_insert(mass, first, num_tokens)
         if self.quantiser is not None:
             sim = self.sims[0]
             filling = len(self.keys) % sim.unit
@@ -120,44 +131,33 @@ class LiteralCache:
             key, value = self.quantiser.read(key, 0), self.quantiser.read(value, 1)
             self.values[token] = value
             self.keys[token] = self.rotate(torch.cat([key, value], -1) if self.latent else key, -at)
-        self._rotated = {place: row for place, row in self._rotated.items() if place[0] < first}
 
-    def _probabilities(
-        self, query: torch.Tensor, tokens: list[int], kv_head: int, head: int, position: int
-    ) -> torch.Tensor:
-        keys = [self._key_at(token, rank, kv_head) for rank, token in enumerate(tokens)]
-        logits = torch.stack(keys) @ self.rotate(query, position) * self.scale
+    def _probabilities(self, query: torch.Tensor, keys: torch.Tensor, head: int) -> torch.Tensor:
+        """What each of ``query [T, D]`` sees of ``keys [n, D]``, whose last T are its own."""
+        rank = torch.arange(len(keys))
+        position = rank[-len(query) :]
+        logits = self.rotate(query, position) @ keys.T * self.scale
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        distance = rank - position[:, None]
         if self.slopes is not None:
-            logits = logits + self.slopes[head] * (torch.arange(len(tokens)) - position)
+            logits = logits + self.slopes[head] * distance
+        logits = logits.masked_fill(distance > 0, -torch.inf)
         if self.sinks is not None:  # one more term, whose share no token gets
-            return torch.cat([logits, self.sinks[head : head + 1].double()]).softmax(0)[:-1]
-        return logits.softmax(0)
+            sink = self.sinks[head].double().expand(len(query), 1)
+            return torch.cat([logits, sink], 1).softmax(1)[:, :-1]
+        return logits.softmax(1)
 
-    def _key_at(self, token: int, rank: int, kv_head: int) -> torch.Tensor:
-        place = token, rank, kv_head
-        if place not in self._rotated:
-            self._rotated[place] = self.rotate(self.keys[token][kv_head], rank)
-        return self._rotated[place]
-
-    def _update_and_insert(
-        self, mass: list[dict[int, torch.Tensor]], first: int, num_tokens: int, group: int
-    ) -> None:
+    def _update_and_insert(self, mass: list[dict[int, float]], first: int, num_tokens: int) -> None:
         per_set = len(mass) // len(self.sims)
+        reduce = REDUCTIONS[self.reduction]
         for index, (sim, scores) in enumerate(zip(self.sims, self.scores, strict=True)):
             heads = [
                 of_units(head, sim.unit) for head in mass[index * per_set : (index + 1) * per_set]
             ]
             for token in sim.tokens() + list(range(first, first + num_tokens)):
-                values = torch.stack([head[token] for head in heads])
-                reduced = {
-                    "mean": values.mean,
-                    "max": values.amax,
-                    "median": values.median,
-                }[self.reduction]()
                 old = scores.get(token, 0.0) * self.decay**num_tokens
-                scores[token] = old + float(reduced)
+                scores[token] = old + reduce([head[token] for head in heads])
             seen = first + num_tokens
 
             def compared(
@@ -175,7 +175,7 @@ class LiteralCache:
                 sim.insert(token, compared)
             self._merge(index)
             if index == 0 and num_tokens == 1:
-                self.probs.append({t: float(p) for t, p in self._reduced(heads).items()})
+                self.probs.append(self._reduced(heads))
 
     def _merge(self, index: int) -> None:
         """Average tokens that join others into them, unrotated."""
@@ -192,11 +192,7 @@ class LiteralCache:
                 mean[heads] = (count * mean[heads] + rows[token].double()[heads]) / (count + 1)
                 rows[centre] = mean
             self.members[index][centre] = count + 1
-        self._rotated = {}
 
-    def _reduced(self, heads: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    def _reduced(self, heads: list[dict[int, float]]) -> dict[int, float]:
         """Probabilities of one query, reduced over a set's heads."""
-        return {
-            token: torch.stack([head[token] for head in heads]).mean() / self.weight
-            for token in heads[0]
-        }
+        return {token: fmean(head[token] for head in heads) / self.weight for token in heads[0]}

@@ -321,7 +321,7 @@ LONG = (
 def test_mixed_requests(name: str) -> None:
     """The PyTorch path's own test of mixed batches, on the kernels."""
     shape, settings = CASES[name]
-    prompts, totals = [1, 5, 23, 32, 48], [28, 5, 27, 32, 54]
+    prompts, totals = [1, 5, 23, 32, 48], [24, 5, 25, 32, 50]
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
@@ -391,7 +391,7 @@ def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_paged, "CPUBuilder", AtOnce)
     shape, settings = AT_ONCE[name]
     more = settings["budget"] if settings.get("unit", 1) > 1 else 0
-    prompts, totals = [1, 5, 23, 32, 60 + more], [40, 5, 30, 32, 70 + more]
+    prompts, totals = [1, 5, 23, 32, 60 + more], [14, 5, 27, 32, 66 + more]
     layer = test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
     assert not layer.builder.finished.any(), "the next launch counts from 0"
 

@@ -41,7 +41,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("name", cases())
 def test_a_window_is_a_window(name: str) -> None:
     """Prompts stride by stride, beside single tokens of others."""
-    run_streams(WindowLayer(*CASES[name]), CASES[name][2]["prefill_stride"])
+    run_streams(WindowLayer(*CASES[name]), CASES[name][2]["prefill_stride"], interpreted=True)
 
 
 @pytest.mark.parametrize("name", cases())
@@ -49,7 +49,7 @@ def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All strides of a chunk in one launch: windows end inside strides, and between them."""
     monkeypatch.setattr(test_windows, "CPUBuilder", AtOnce)
     layer = WindowLayer(*CASES[name])
-    run_streams(layer, CASES[name][2]["prefill_stride"])
+    run_streams(layer, CASES[name][2]["prefill_stride"], interpreted=True)
     assert not layer.builder.finished.any(), "the next launch counts from 0"
 
 
@@ -104,7 +104,7 @@ def test_decode_as_a_graph(
     """One step's launches, recorded on empty block tables, serve all later ones."""
     layer = WindowLayer(shape, window, settings)
     rows, num_heads, size = 3, shape.num_kv_heads * shape.group, shape.head_size
-    streams, most = random_streams(shape, [70, 70]), layer.spec.most_pages
+    streams, most = random_streams(shape, [40, 40]), layer.spec.most_pages
     table, seq_lens = torch.zeros(rows, most, dtype=torch.int32), torch.ones(rows).int()
     query = torch.randn(rows, num_heads, size)
     key, value = torch.randn(2, rows, shape.num_kv_heads, size)
@@ -116,7 +116,7 @@ def test_decode_as_a_graph(
     assert torch.equal(layer.pool, before), "capture writes nothing"
     assert len(graph) == 3, "attend, merge, insert"
     table[:2] = torch.arange(1, 1 + 2 * most).view(2, most)
-    for step in range(70):
+    for step in range(40):
         lengths = [step + 1, max(step - 5, 0), 0]
         seq_lens.copy_(torch.tensor(lengths))
         for builder in (layer.builder, layer.others):  # whose buffers are all that a replay sees

@@ -187,10 +187,10 @@ def test_launches_are_triton_s() -> None:
     that C repeats."""
     unset = "TRITON_INTERPRET", SWITCH
     environment = {key: value for key, value in os.environ.items() if key not in unset}
-    command = [sys.executable, "-m", "tests.attention.launch_bytes"]
+    command = [sys.executable, "-m", "tests.attention.launch_bytes", "--steps", "6"]
     found = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert found.returncode == 0, found.stderr[-2000:]
     cases, repeated = (int(word) for word in re.findall(r"\d+", found.stdout)[:2])
-    assert cases > 80 and repeated > 50 * cases
+    assert cases > 80 and repeated > 25 * cases

@@ -78,12 +78,20 @@ def test_any_number_of_drafts(path: str, most: int, right: float) -> None:
     assert (streams.accepted == 0) == (right == 0.0)
 
 
+@pytest.fixture(scope="module")
+def unbroken() -> None:
+    """The streams of every breakage, which pass without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CASCADE_CPU", "pytorch")
+        run("small-window", 7, 0.5, seed=5, kind=ModelStreams)
+
+
+@pytest.mark.usefixtures("unbroken")
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_a_broken_part_is_caught(
     breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CASCADE_CPU", "pytorch")
-    run("small-window", 7, 0.5, seed=5, kind=ModelStreams)
     breakage(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):  # a slot that was not saved is any number
         run("small-window", 7, 0.5, seed=5, kind=ModelStreams)

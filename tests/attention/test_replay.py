@@ -168,7 +168,7 @@ def test_policies_of_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_policy(settings: dict[str, Any], launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that delete several tokens at once, by scores, or by what the host says."""
     asked: list[Asked] = [({}, settings)] * 2
-    assert run(Shape(), settings, asked, 40, monkeypatch) == launches
+    assert run(Shape(), settings, asked, 30, monkeypatch) == launches
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8"])
@@ -271,7 +271,7 @@ LAUNCHES = {"latent": 3, "units": 3, "h2o": 3, "random": 4, "sink": 3}
 )
 def test_rows_with_drafts(case: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One recording serves all of them, whatever was accepted before."""
-    streams = Replayed(case, most, [60, 40], 3, monkeypatch)
+    streams = Replayed(case, most, [36, 24], 3, monkeypatch)
     assert len(streams.graph) == LAUNCHES[case] * (1 + most) + most
     run_to_the_end(streams, 0.6)
     assert streams.replays > 8 and streams.accepted > 8 and streams.rejected > 8

@@ -20,6 +20,7 @@ from benchmarks.running.serving import VLLM, free_port
 from tests.conftest import MODEL, ROOT
 
 ASYNC_VLLM = [sys.executable, str(Path(__file__).with_name("async_cpu.py"))]
+FORKED_VLLM = [sys.executable, str(Path(__file__).with_name("forked_cpu.py"))]
 
 
 class Server:

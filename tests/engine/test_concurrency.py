@@ -13,7 +13,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool
-from tests.engine.server import ASYNC_VLLM, VLLM, Server
+from tests.engine.server import ASYNC_VLLM, FORKED_VLLM, Server
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 
@@ -68,7 +68,7 @@ def pages(asks: list[Ask]) -> list[int]:
 
 @pytest.fixture(
     scope="module",
-    params=[VLLM, pytest.param(ASYNC_VLLM, marks=pytest.mark.slow)],
+    params=[FORKED_VLLM, pytest.param(ASYNC_VLLM, marks=pytest.mark.slow)],
     ids=["sync", "async"],
 )
 def server(

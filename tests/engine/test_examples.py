@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.running.serving import free_port
 from tests.conftest import BOOK, MODEL, ROOT
-from tests.engine.server import Server
+from tests.engine.server import FORKED_VLLM, Server
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.recall.log import UnitShape
@@ -37,7 +37,7 @@ KNOWN = re.compile(r"\[?([\d,]+) tokens, ([\d,]+) of them known\]?")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, real_model: Path) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("examples") / "log"
-    server = Server(log, FLAGS, model=real_model, environment=STORE)
+    server = Server(log, FLAGS, FORKED_VLLM, STORE, real_model)
     yield server.wait()
     server.stop()
 

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 
 from tests.engine import async_cpu
 from tests.engine.pool import EnginePool, pool_usage
-from tests.engine.server import Server
+from tests.engine.server import FORKED_VLLM, Server
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128", "--block-size", "32", "--enforce-eager"]
@@ -108,7 +108,7 @@ def test_random_aborts(llm: Any, book_tokens: list[int]) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A pool of 4 pages, where 5 would hold any request."""
     flags = [*FLAGS, "--num-gpu-blocks-override", "5"]
-    server = Server(tmp_path_factory.mktemp("small") / "log", flags)
+    server = Server(tmp_path_factory.mktemp("small") / "log", flags, FORKED_VLLM)
     yield server.wait()
     server.stop()
 
@@ -167,7 +167,7 @@ def restarted(small: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     if small.process.poll() is None:  # the test that kills it was not run
         small.process.kill()
         small.process.wait(60)
-    server = Server(tmp_path_factory.mktemp("again") / "log", FLAGS)
+    server = Server(tmp_path_factory.mktemp("again") / "log", FLAGS, FORKED_VLLM)
     yield server.wait()
     server.stop()
 

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
-from tests.engine.server import Server
+from tests.engine.server import FORKED_VLLM, Server
 from tests.engine.test_against_oracle import run_oracle
 
 POLICY = {"name": "cascade", "budget": 64, "prefill_stride": 32, "num_subcaches": 2, "recall": 0}
@@ -70,7 +70,7 @@ def server(merged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     flags += ["--enable-lora", "--max-lora-rank", str(RANK)]
     flags += ["--lora-modules", f"adapter={merged.parent / 'adapter'}"]
     development = {"VLLM_SERVER_DEV_MODE": "1"}
-    server = Server(folder / "log", [str(flag) for flag in flags], environment=development)
+    server = Server(folder / "log", [str(flag) for flag in flags], FORKED_VLLM, development)
     yield server.wait()
     server.stop()
 

@@ -26,6 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_cascade.engine.configure
 from tests.conftest import MODEL, ROOT
 from tests.patches import front_end
+from tests.test_packaging import BIN
 from vllm_cascade import patches
 from vllm_cascade.engine import recall_memory
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
@@ -497,11 +498,12 @@ def test_an_unchecked_vllm_runs_no_policy() -> None:
     assert "but vLLM 0.34.0 is installed" in ran.stdout + ran.stderr
 
 
-def test_serve_help_lists_the_flags() -> None:
-    """As a user sees them, through vLLM's own command and the installed entry point."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=KVPolicy"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    text = " ".join(text.split())
+def test_serve_help_lists_the_flags(tmp_path: Path) -> None:
+    """As a user sees them anywhere, through vLLM's own command and the installed entry point."""
+    command = [str(BIN / "vllm"), "serve", "--help=KVPolicy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
     assert "--kv-policy {full,window,sink,cascade,beehive,lazy,dgc,h2o,random}" in text
     assert "Which tokens stay in the KV cache." in text and "(default: full)" in text
     assert "--kv-budget" in text and "(default: 2048, or the largest that fits" in text

@@ -5,7 +5,9 @@ Nothing here imports the plugin: this file also runs beside a vLLM that the plug
 """
 
 import ast
+import gc
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +21,19 @@ ROOT = snapshot.ROOT
 
 @cache
 def derived() -> dict[str, snapshot.Section]:
-    return snapshot.derive()
+    """All syntax trees live to its end, so that the collector finds nothing in them."""
+    gc.disable()
+    try:
+        return snapshot.derive()
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """Later tests of the process need no syntax trees."""
+    yield
+    derived.cache_clear()
 
 
 def checked_versions() -> tuple[str, ...]:

@@ -179,7 +179,8 @@ def test_a_file_that_is_cut_short_while_it_is_read(at: str, tmp_path: Path) -> N
     path = tmp_path / "x.units"
     write(path, header_of(session()), {"a": torch.arange(5000)})
     code = f"""
-import os
+import os, sys
+sys.modules["vllm"] = None  # files need none
 from pathlib import Path
 from vllm_cascade.sessions import files
 path, plain = Path({str(path)!r}), files.{at}
@@ -767,6 +768,7 @@ def often_killed(folder: Path, code: str, imported: str, moments: list[float]) -
     """
     fork = f"""
 import os, signal, sys, time
+sys.modules["vllm"] = None  # files need none
 import {imported}
 sys.argv = ["x", {str(folder)!r}]
 for moment in {moments}:
