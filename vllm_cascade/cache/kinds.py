@@ -113,18 +113,7 @@ def bounded(
             own = {"policy": policy.without_recall, "drafts": drafting.drafts, "drafting": True}
             last = drafting.max_position
         if isinstance(spec, LIMITED):
-            chunked = isinstance(spec, ChunkedLocalAttentionSpec)
-            if isinstance(spec, ChunkedLocalAttentionSpec):
-                window = spec.attention_chunk_size
-            else:
-                window = spec.sliding_window
-            if last is None or window < last:
-                own |= {
-                    "policy": window_policy(policy, window, chunked),
-                    "slots": window_slots(policy, window, block_size),
-                    "window": window,
-                    "chunked": chunked,
-                }
+            own |= _limits(spec, policy, block_size, last)
             spec = replace_as(
                 spec,
                 KVPolicySpec,
@@ -140,6 +129,25 @@ def bounded(
         return bounded_specs
     kinds = kinds_of(bounded_specs.values(), policy, block_size)
     return {name: replace(spec, kinds=kinds) for name, spec in bounded_specs.items()}
+
+
+def _limits(
+    spec: SlidingWindowSpec | ChunkedLocalAttentionSpec,
+    policy: Policy,
+    block_size: int,
+    last: int | None,
+) -> dict[str, Any]:
+    """Fields of the bounded spec of a layer with a window or chunks; none if it masks no token."""
+    chunked = isinstance(spec, ChunkedLocalAttentionSpec)
+    window = spec.attention_chunk_size if chunked else spec.sliding_window
+    if last is not None and window >= last:
+        return {}
+    return {
+        "policy": window_policy(policy, window, chunked),
+        "slots": window_slots(policy, window, block_size),
+        "window": window,
+        "chunked": chunked,
+    }
 
 
 def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> tuple[Kind, ...]:

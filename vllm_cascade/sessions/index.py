@@ -252,12 +252,7 @@ class SessionIndex:
         known, names = self._sessions.get(session.id), list[str]()
         replaced = known is not None and (known.unusable or known.rests_until > now)
         if known is not None and not replaced:
-            self._use(known, now)
-            known.continued = False
-            if known.behind not in self._sessions:
-                self._put_behind(known, behind)
-            self._pin(known, name)
-            self._bound_pins(known)
+            self._keep_again(known, now, name, behind)
             return known
         if not self._make_room(num_bytes, spared=behind):
             self.counters.lost["memory_full"] += 1
@@ -281,6 +276,15 @@ class SessionIndex:
             self._command("write", session, header={**self.header, **session.header})
         self._bound_pins(session)
         return session
+
+    def _keep_again(self, known: Session, now: float, name: str | None, behind: str) -> None:
+        """Keep a session of whose tokens another request has the state."""
+        self._use(known, now)
+        known.continued = False
+        if known.behind not in self._sessions:
+            self._put_behind(known, behind)
+        self._pin(known, name)
+        self._bound_pins(known)
 
     def _continue(self, session: Session) -> None:
         """Note that a chat goes on from what a session continues, also from aborted answers."""
