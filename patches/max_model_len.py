@@ -22,7 +22,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config import model as vllm_model_config
 from vllm.transformers_utils.config import iter_rope_parameters
 
-ENLARGED = ("default", "linear", "llama3", "proportional")
+ENLARGED = ("default", "linear", "llama3", "ntk", "proportional")
 """Rope types of which ``max_position_embeddings`` is the length of the table and nothing else."""
 
 
@@ -47,7 +47,7 @@ class NativeLength:
         shared = False
         if drafts is not None and drafts.method in ("eagle", "eagle3"):
             ropes = iter_rope_parameters(drafts.draft_model_config.hf_config)
-            shared = all(rope["rope_type"] in ENLARGED for rope in ropes)
+            shared = all(rope.get("rope_type", "default") in ENLARGED for rope in ropes)
         longest, default = zip(*self.ranges[: 1 if shared else None], strict=True)
         return min(longest), min(default)
 

@@ -21,14 +21,14 @@ struct SinkSums {
   static int64_t parts(const Judge& judge) { return (judge.num_sinks() + PART - 1) / PART; }
 };
 
-// COLUMNS keys of a KV head from slot `from` on, transposed: [D, COLUMNS]. Behind `n` of them the last one
-// is repeated.
+// `n` keys of a KV head from slot `from` on, transposed: [D, COLUMNS]. They fill whole registers, with the last
+// one repeated; further columns are not written.
 inline void transposed_sinks(const Judge& judge, int64_t head, int64_t from, int64_t n, float* keys) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
   const int64_t size = layer.head_size, width = round_up(size, W);
   float* rows = scratch.take(W * width);
-  for (int64_t i = 0; i < COLUMNS; i += W) {
+  for (int64_t i = 0; i < n; i += W) {
     for (int64_t k = 0; k < W; k++) {
       const int64_t slot = from + std::min(i + k, n - 1), offset = slot % layer.block_size;
       const int64_t page = judge.asking.pages[slot / layer.block_size];

@@ -310,7 +310,7 @@ MIXED = [
 ]
 LONG = (
     *("dgc", "dgc-attention", "heads-overflow-1", "sinks-heads-1"),
-    *("beehive-log-n", "beehive-overflow", "partial-interleaved", "alibi"),
+    *("beehive-log-n", "beehive-overflow", "partial-interleaved", "alibi", "sinks", "soft-cap"),
 )
 
 

@@ -22,7 +22,6 @@ from vllm.v1.worker import gpu_worker as vllm_worker
 
 from tests.attention import test_windows
 from tests.attention.conftest import use_triton
-from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_rings import rings_of
@@ -39,6 +38,7 @@ from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 STRIDE = 256

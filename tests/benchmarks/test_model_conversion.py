@@ -146,6 +146,7 @@ def test_greedy_continuation(prompt: str, reader: Llama, model: Any, encode: Any
     assert continued(model, ids, 16) == reader.greedy(ids, 16)
 
 
+@pytest.mark.slow
 def test_folder_is_rounded_to_nearest(real_model: Path, weights: dict[str, torch.Tensor]) -> None:
     """The folder's bits, by integer arithmetic: nearest bf16, the even one of two."""
     saved = load_file(real_model / "model.safetensors")

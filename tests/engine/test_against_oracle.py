@@ -90,6 +90,7 @@ CASES = {
 SLOW = {
     *("sink-heads-1", "cascade-eager-64", "cascade-paper-256-median", "cascade-heads-eager-256"),
     *("cascade-base-3", "cascade-heads-1-pytorch", "cascade-eager-1", "cascade-heads-paper-1"),
+    "cascade-compiled",
 }
 """Cases whose parts others have, too."""
 

@@ -73,6 +73,7 @@ def check(name: str, logprobs: Any, truth: OracleResult) -> None:
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
 
 
+@pytest.mark.slow
 def test_requests_of_every_policy_in_one_batch(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:

@@ -224,13 +224,13 @@ def test_lora(server: Server, merged: Path, prompt: list[int]) -> None:
 
 def test_reset_prefix_cache_while_streaming(server: Server, prompt: list[int]) -> None:
     """Running requests are replayed, and their clients notice nothing."""
-    truth = server.complete(prompt, 200)
+    truth = server.complete(prompt, 80)
     preempted = server.metric("vllm:num_preemptions_total")
     tokens: list[int] = []
     with server.client.completions.create(
         model=server.model,
         prompt=prompt,
-        max_tokens=200,
+        max_tokens=80,
         temperature=0,
         stream=True,
         extra_body={"return_token_ids": True, "ignore_eos": True},
@@ -242,7 +242,7 @@ def test_reset_prefix_cache_while_streaming(server: Server, prompt: list[int]) -
     assert server.metric("vllm:num_preemptions_total") == preempted + 1
     assert tokens == truth
     server.post("/reset_prefix_cache")
-    assert server.complete(prompt, 200) == truth
+    assert server.complete(prompt, 80) == truth
 
 
 def test_sleep_and_wake_up(server: Server, prompt: list[int]) -> None:

@@ -50,7 +50,9 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **arguments: A
     return pool.get({**policy, "trace": True}, model, **arguments)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "cascade")) for n in POLICIES]
+)
 def test_fp32(name: str, engine_pool: EnginePool, real_model: Path, tokens: list[int]) -> None:
     llm = engine(engine_pool, POLICIES[name], real_model)
     before = counters(llm)["evicted_tokens"]

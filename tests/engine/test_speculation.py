@@ -234,7 +234,7 @@ def check_case(
     agree(lambda n: engine(pool, policy, n, **own), drafts, texts(tokens), ASKED.get(name), rights)
 
 
-LONG = ("window", "sink", "beehive", "lazy", "random", "dgc")
+LONG = ("window", "sink", "beehive", "lazy", "random", "dgc", "cascade-heads")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_against_the_oracle(
         return make(engine_pool, policy, drafts, model, **kwargs)
 
     # Of the text with seed 1, rounding decides between two tokens of h2o with almost one score.
-    sizes = {"num_prompt": 70, "num": 40, "max_model_len": 512}
+    sizes = {"num_prompt": 50, "num": 28, "max_model_len": 512}
     check_drafts(method, policy, start, tmp_path, seed=2, **sizes)
     engine_pool.close()
 
@@ -193,7 +193,7 @@ def test_padded_as_in_a_graph(method: str, engine_pool: EnginePool, tmp_path: Pa
         return llm
 
     # Of the text with seed 1, rounding decides between two tokens of h2o with almost one score.
-    sizes = {"num_prompt": 70, "num": 40, "max_model_len": 512}
+    sizes = {"num_prompt": 50, "num": 28, "max_model_len": 512}
     check_drafts(method, policy, start, tmp_path, seed=2, **sizes)
     modes = {mode for mode, _ in calls}
     assert modes == {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} and len(calls) > 50

@@ -193,6 +193,11 @@ class Section:
         return f"; used in {', '.join(places)}" if places else ""
 
 
+def of_package(root: Path = ROOT, packages: Packages | None = None) -> Section:
+    """What the package uses, for the arguments of ``derive``."""
+    return Section(Flow(Sources(root, PACKAGE, packages or Packages())))
+
+
 def derive(root: Path = ROOT, packages: Packages | None = None) -> dict[str, Section]:
     """Sections by title: what the package uses, and what only tests and benchmarks use.
 
@@ -201,7 +206,7 @@ def derive(root: Path = ROOT, packages: Packages | None = None) -> dict[str, Sec
         packages: instead of the installed ones.
     """
     packages = packages or Packages()
-    ours = Section(Flow(Sources(root, PACKAGE, packages)))
+    ours = of_package(root, packages)
     support = Section(
         Flow(Sources(root, PACKAGE + SUPPORT, packages), noted=SUPPORT, only_private=True)
     )

@@ -320,7 +320,7 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
     assert "budget=764, num_sinks=4, keep_prompt=0, prefill_stride=256" in summary
     assert "fits in the model's 1024 positions" in summary
-    assert "KV policy sink: settings without effect: tie" in lines
+    assert "KV policy sink: settings without effect on it: tie" in lines
     (ignored,) = [line for line in lines if "other:Sink" in line]
     assert "KV policy 'sink' of another package is ignored" in ignored
 

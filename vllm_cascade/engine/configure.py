@@ -212,7 +212,8 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
         logger.warning("KV policy %s: %s", policy.name, remark)
     inert = sorted(policy.without_effect() & set(raw))
     if inert:
-        logger.warning("KV policy %s: settings without effect: %s", policy.name, ", ".join(inert))
+        without = ", ".join(inert)
+        logger.warning("KV policy %s: settings without effect on it: %s", policy.name, without)
     for name, error in UNUSABLE.items():
         logger.warning("KV policy %r of another package is ignored (%s)", name, error)
     log_token_ids(config)

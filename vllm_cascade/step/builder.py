@@ -45,9 +45,9 @@ def step_of(
     offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     ends = torch.tensor(np.add(firsts, lengths), dtype=torch.int32)
     return CommonAttentionMetadata(
-        query_start_loc=offsets.to(table.device),
+        query_start_loc=offsets.to(table.device, non_blocking=True),
         query_start_loc_cpu=offsets,
-        seq_lens=ends.to(table.device),
+        seq_lens=ends.to(table.device, non_blocking=True),
         seq_lens_cpu_upper_bound=ends,
         num_reqs=len(lengths),
         num_actual_tokens=sum(lengths),

@@ -154,7 +154,7 @@ def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[
     yield [later], [min(2, most)], True
     if most > 2:
         yield [later, later], [1, min(stride, most - 1)], True
-    if most > 3:  # gathered rows are contiguous, whatever the model's are
+    if most > 3 and builder.most_requests > 2:  # gathered rows are contiguous
         yield [later] * 3, [1, 2, 1], True
     yield [later], [1], True
     for width in range(2, min(1 + drafts, most) + 1):
