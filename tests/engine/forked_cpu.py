@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm`` whose processes are forked, so that an engine imports vLLM once, not in each process.
+"""``vllm`` whose processes are forked, so that a server imports vLLM once instead of three times.
 
-vLLM's CPU platform has every process spawned: importing vLLM again takes most of a small engine's
+vLLM's CPU platform has every process spawned: importing vLLM again takes most of a small server's
 start. Tests of ``vllm serve`` itself (``test_serve.py``) keep what users run.
 """
 
@@ -18,16 +18,10 @@ def check_and_update_config(original: Any) -> classmethod:
     return classmethod(with_forks)
 
 
-def turn_on() -> None:
-    """Every engine of this process created from here on."""
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
     CpuPlatform.check_and_update_config = check_and_update_config(original)
-
-
-if __name__ == "__main__":
-    from vllm.entrypoints.cli.main import main
-
-    turn_on()
     sys.exit(main())

@@ -5,7 +5,6 @@ Run by ``test_stock.py`` in a fresh interpreter: ``generate.py MODEL '{"kv_polic
 """
 
 import json
-import os
 import sys
 
 
@@ -33,8 +32,4 @@ def main(model: str, arguments: dict) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
-        import forked_cpu
-
-        forked_cpu.turn_on()
     main(sys.argv[1], json.loads(sys.argv[2]))

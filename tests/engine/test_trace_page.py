@@ -32,19 +32,12 @@ seen.hover = document.getElementById("hover").textContent;
 document.body.innerHTML = "<pre>" + JSON.stringify(seen) + "</pre>";
 </script></html>"""
 
-FORKED = """
-from tests.engine import forked_cpu
-from vllm_cascade.cli import main
-forked_cpu.turn_on()
-main()
-"""
-
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("page")
     (folder / "text.txt").write_text(BOOK.read_text()[:4000])
-    command = [sys.executable, "-c", FORKED, "trace"]
+    command = [sys.executable, str(Path(sys.executable).with_name("vllm-cascade")), "trace"]
     command += ["--html", "out.html", "--text", "text.txt", "--model", str(MODEL)]
     command += ["--kv-policy", "sink", "--kv-budget", "64", "--kv-policy-config.prefill_stride"]
     command += ["32", "--beside", '{"name": "sink", "prefill_stride": 64, "recall": 2}']
