@@ -188,6 +188,18 @@ def test_only_known_versions_of_triton_are_bypassed(
     assert direct == ([(4, 5, 6, 2, 7), (4, 5, 6, 3, 7)] if known else [])
 
 
+def test_empty_grids_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "driver", MagicMock())
+    kernel = MagicMock(spec=JITFunction, arg_names=["a"])
+    kernel.__getitem__ = MagicMock()
+    launcher = launch.Launcher(kernel)
+    for grid in ((0, 5, 6), (4, 0, 6), (4, 5, 0)):
+        launcher(grid, 0, a=1)
+    assert kernel.__getitem__.call_count == 0
+    launcher((4, 5, 6), 0, a=1)
+    assert kernel.__getitem__.call_count == 1
+
+
 def test_launches_are_triton_s() -> None:
     """Grids, kernels, options and arguments, in a process that launches as on an H100; also those
     that C repeats."""

@@ -423,14 +423,16 @@ def everything_is_warm(served: Served, variants: set[Variant]) -> None:
     for first in (0, 4 * STRIDE):
         for parts in ([17] * 2, [STRIDE, 3, 600], [2 * STRIDE + 1, 1, 33, STRIDE + 1]):
             served.prompts(parts, first)
-    served.run([1, 17, 1], [700, 0, 700], [False, True, False])  # rows of decode are gathered
+    served.run([1, 1, 17, 1], [700, 700, 0, 700], [False, False, True, False])  # gathered rows
     own = PerRequest(layer.spec.schedule)
     asked: list[dict[str, Any]] = [{"kv_policy": "sink"}, {"kv_budget": 256}]
     if recalls:
         asked += [{"kv_policy": "sink", "kv_recall": 0}, {"kv_recall": 1}]
     for settings in asked:
         schedule = own.schedule(settings)
-        layer.builder.requests.schedules = lambda _, schedule=schedule: [schedule] * 2
+        layer.builder.requests.schedules = lambda common, schedule=schedule: (
+            [schedule] * (common.num_reqs if common is not None else 1)
+        )
         for length in (17, STRIDE + 1, 3000):
             served.prompt(length, beside=True)
     assert needed <= names_of(variants), "else this shows nothing"
