@@ -66,12 +66,11 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def make_tables(self, limits: SchedulerConfig) -> None:
         device, waves = self.device, 1 + self.kv_cache_spec.drafts
         most = -(-len(self.positions.buffer) // ALIGNED) * ALIGNED  # each wave's rows are aligned
-        self.most_requests = limits.max_num_seqs
-        self.tables = DeviceTables(self.schedule, device, self.most_requests)
+        self.tables = DeviceTables(self.schedule, device, limits.max_num_seqs)
         self.frames = self.tables  # whose counts say positions
         if self.windowed:
-            engine = self.engine_schedule
-            self.frames = DeviceTables(engine, device, self.most_requests, with_rules=False)
+            engine, most_requests = self.engine_schedule, limits.max_num_seqs
+            self.frames = DeviceTables(engine, device, most_requests, with_rules=False)
             self.frame_steps = torch.empty(
                 waves, most, STEP_COLUMNS, dtype=torch.int32, device=device
             )

@@ -142,9 +142,8 @@ def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[
     """Tokens seen before, and new tokens, per request of each warm-up step; and whether several
     are a prompt's.
 
-    The steps are a stride on an empty cache, strides on a full one, decode beside a stride,
-    decode before and after one, and decode alone; and with speculative decoding rows of every
-    number of drafts, and of several.
+    The steps are a stride on an empty cache, strides on a full one, decode beside a stride, and
+    decode alone; and with speculative decoding rows of every number of drafts, and of several.
     """
     policy, most = builder.schedule.policy, len(builder.positions.buffer)
     stride = policy.prefill_stride
@@ -154,8 +153,6 @@ def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[
     yield [later], [min(2, most)], True
     if most > 2:
         yield [later, later], [1, min(stride, most - 1)], True
-    if most > 3 and builder.most_requests > 2:  # gathered rows are contiguous
-        yield [later] * 3, [1, 2, 1], True
     yield [later], [1], True
     for width in range(2, min(1 + drafts, most) + 1):
         yield [later], [width], False
