@@ -2,8 +2,8 @@
 #
 #   docker build --target cpu  -t vllm-cascade:0.1.0-cpu .
 #   docker build --target cuda -t vllm-cascade:0.1.0-cuda .
-#   docker run --rm -p 8000:8000 -v ~/.cache/huggingface:/root/.cache/huggingface vllm-cascade:0.1.0-cpu \
-#       MODEL --kv-policy sink --kv-budget 2048 --kv-recall 8
+#   docker run --rm -p 8000:8000 -v ~/.cache:/root/.cache vllm-cascade:0.1.0-cpu \
+#       MODEL --kv-policy sink --kv-budget 2048 --kv-recall 8 --gpu-memory-utilization 0.5
 
 FROM python:3.12-slim-bookworm AS wheel
 WORKDIR /src

@@ -260,6 +260,34 @@ def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
         new_block((((4, 4), torch.float32),))
 
 
+@given(room=st.integers(1, 2_000_000), most=st.integers(1, 9))
+def test_snapshots_have_half_as_much_as_rings(room: int, most: int) -> None:
+    """With no chunks, no prompt that evicts would leave a snapshot: prefix caching would be off."""
+    schedule, shape = schedule_of("sink"), shape_of(UNIT, 50)
+    ring = ring_bytes(shape)[1]
+    alone = RingMemory(schedule, shape, room, most)
+    memory = RingMemory(schedule, shape, room, most, keeps_snapshots=True)
+    assert memory.limit_bytes <= room
+    assert min(alone.capacity, 1) <= memory.capacity <= alone.capacity
+    if memory.capacity > 1:
+        kept = memory.limit_bytes - memory.bytes_of(memory.capacity)
+        assert kept >= memory.bytes_of(memory.capacity) // 2
+    if memory.capacity < alone.capacity:  # no more rings would leave as much
+        more = memory.bytes_of(memory.bytes_of(memory.capacity) // ring + 1)
+        assert room - more < more // 2
+
+
+def test_rings_take_at_most_their_share_of_the_device() -> None:
+    schedule, shape = schedule_of("sink"), shape_of(UNIT, 50)
+    device, ring = ring_bytes(shape)
+    memory = RingMemory(schedule, shape, 300_000, 8)
+    for room, rings in ((0, 0), (device, 32_768), (5 * device, 131_072), (6 * device, 262_144)):
+        assert memory.bytes_on_device(room) == rings
+        assert rings // ring * device <= room
+    both = RingMemory(schedule, shape, 300_000, 8, keeps_snapshots=True)
+    assert both.bytes_on_device(6 * device) == 2 * 262_144
+
+
 def test_rings_are_counted_as_a_whole() -> None:
     """Pinned memory is taken in powers of two; each request that recalls has one ring."""
     schedule, shape = schedule_of("sink"), shape_of(UNIT, 50)
@@ -283,7 +311,6 @@ def test_snapshots_have_chunks_beside_rings() -> None:
     rings, chunk = 262_144, chunk_bytes(shape)
     assert chunk == sum(ring_bytes(shape)) // 50 * CHUNK_UNITS
     assert RingMemory(schedule, shape, rings + 8 * chunk, 5).num_chunks == 0, "no prefix caching"
-    assert RingMemory(schedule, shape, rings + chunk, 5, keeps_snapshots=True).num_chunks == 0
     memory = RingMemory(schedule, shape, rings + 131_072, 5, keeps_snapshots=True)
     assert (memory.capacity, memory.num_chunks) == (5, 131_072 // chunk)
     assert memory.used_bytes == rings + 131_072

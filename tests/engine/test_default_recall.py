@@ -261,10 +261,11 @@ def test_stores_take_a_quarter_of_the_device_at_most(
     monkeypatch.setattr(recall_memory, "_shape_of_config", lambda *_: (shape, True))
     monkeypatch.setattr(recall_memory, "available_bytes", lambda: 4000 * on_host)
     monkeypatch.setattr(Device, "memory_bytes", lambda _: total)
-    bound = bound_of(created({"name": "sink", "recall": 8}))
+    config = created({"name": "sink", "recall": 8})
+    bound, kept = bound_of(config), config.cache_config.enable_prefix_caching
     assert bound is not None
     schedule = compiled(resolve({"name": "sink", "recall": 8, "unit": 16}))
-    rings = RingMemory(schedule, shape, int(bound * 2**30), 256).capacity
+    rings = RingMemory(schedule, shape, int(bound * 2**30), 256, kept).capacity
     most = min(max(int(device_rings), 1), 256)
     assert most / 2 < rings <= most
 

@@ -239,5 +239,7 @@ def test_probes_of_the_manifest_are_answered(server: Server) -> None:
     assert recall_memory < 0.75 * int(limit.removesuffix("Gi"))
     shape = UnitShape(36, 8, 1, 16, 128, torch.bfloat16, 32768 // 16, 8)  # Qwen3-8B's
     policy = {"name": "sink", "recall": 8, "unit": 16, "budget": 2048}
-    rings = RingMemory(compiled(resolve(policy)), shape, recall_memory << 30, 256)
-    assert rings.capacity == 14, "as the manifest says"
+    schedule, room = compiled(resolve(policy)), recall_memory << 30
+    rings = RingMemory(schedule, shape, room, 256, keeps_snapshots=True)
+    kept = rings.num_chunks * rings.kept_chunk_bytes
+    assert rings.capacity == 14 and 0.99 * room / 3 < kept <= room / 3, "as the manifest says"

@@ -247,19 +247,13 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
         least = memory.bytes_of(one) * memory.ranks
         limit = max(min(most, SHARE * available), least)
         if memory.device_bytes:
-            room = SHARE * this_device().memory_bytes()
-            while limit > least and _device_bytes(shape, policy, limit, config) > room:
-                limit = max(limit / 2, least)  # pinned memory is taken in powers of two
+            stages = config.parallel_config.pipeline_parallel_size
+            room = int(SHARE * this_device().memory_bytes()) * stages
+            limit = max(min(limit, memory.bytes_on_device(room) * memory.ranks), least)
         policy = policy.model_copy(update={"recall_memory": math.ceil(limit * 1000 / GIB) / 1000})
     if is_exact:
         open_memory(shape, policy, config)
     return policy
-
-
-def _device_bytes(shape: UnitShape, policy: Policy, limit: float, config: VllmConfig) -> int:
-    """What stores of at most ``limit`` bytes take on a rank's device."""
-    memory = _count(shape, policy, int(limit), config)
-    return memory.capacity * memory.device_bytes // config.parallel_config.pipeline_parallel_size
 
 
 def shortage(policy: Policy, config: VllmConfig) -> str:

@@ -81,6 +81,8 @@ class EngineDefault:
 
 
 RECALL_DEFAULT = EngineDefault(f"{DEFAULT_RECALL} on CPUs, if it fits; otherwise 0")
+UNIT_DEFAULT = EngineDefault(f"1, with recall {RECALL_UNIT}")
+SINKS_DEFAULT = EngineDefault("4, with units one unit")
 
 
 class KVPolicyError(ValueError):
@@ -227,7 +229,7 @@ class KVPolicyConfig(BaseModel):
     budget: int = Field(
         ge=1, description="cached tokens per layer and head, besides the attention sinks"
     )
-    num_sinks: int = Field(
+    num_sinks: Annotated[int, SINKS_DEFAULT] = Field(
         4, ge=0, description="attention sinks: first tokens of a stream, never evicted"
     )
     keep_prompt: int = Field(
@@ -254,7 +256,7 @@ class KVPolicyConfig(BaseModel):
     overflow: int = Field(
         1, ge=1, description="evict this many tokens at a time (R of lazy pruning)"
     )
-    unit: Annotated[int, WithJsonSchema(UNIT_SCHEMA)] = Field(
+    unit: Annotated[int, WithJsonSchema(UNIT_SCHEMA), UNIT_DEFAULT] = Field(
         1, description="consecutive tokens that are kept or evicted together; `page`: a block"
     )
     recall: Annotated[int, RECALL_DEFAULT] = Field(

@@ -150,6 +150,10 @@ class RecallMemory:
         """Bytes in a rank with which so many requests of ``most_tokens`` tokens miss nothing."""
         return self.bytes_of(self.most_need(most_tokens) * requests)
 
+    def bytes_on_device(self, room: int) -> int:
+        """Most bytes of a rank whose stores take at most ``room`` of its device's memory."""
+        raise NotImplementedError("all of it is host memory")
+
     def fits(self, need: int) -> bool:
         """Whether a request with this need can be admitted now."""
         return need + sum(self.reserved.values()) <= self.capacity

@@ -371,7 +371,9 @@ class Rings(UnitStores):
 class RingMemory(RecallMemory):
     """The scheduler's count of rings and of snapshots' chunks, which are all allocated at start.
 
-    Every request that will evict reserves a ring when it is admitted.
+    Every request that will evict reserves a ring when it is admitted. Snapshots get at least half
+    as much memory as the rings, unless there is one ring: without chunks, a prompt that evicts
+    would leave no snapshot.
 
     Args:
         most_rings: ``max_num_seqs``.
@@ -393,6 +395,9 @@ class RingMemory(RecallMemory):
         on_device, on_host = ring_bytes(shape)
         super().__init__(schedule, room, on_host, 0)
         self.capacity, self.device_bytes = min(self.capacity, most_rings), on_device
+        rings = self.bytes_of(self.capacity)
+        if keeps_snapshots and room_bytes - rings < rings // 2:
+            self.capacity = max(rings // 2 // on_host, 1)
         self._kept: WeakSet[Slip] = WeakSet()
         self.kept_chunk_bytes, self._keeps_snapshots = chunk_bytes(shape), keeps_snapshots
         left = room_bytes - self.bytes_of(self.capacity) if keeps_snapshots else 0
@@ -413,6 +418,11 @@ class RingMemory(RecallMemory):
     def most_bytes(self, most_tokens: int, requests: int) -> int:
         """Rings for all requests, and as much again for snapshots."""
         return super().most_bytes(most_tokens, requests) * (1 + self._keeps_snapshots)
+
+    def bytes_on_device(self, room: int) -> int:
+        """Most bytes of a rank, whose rings take at most ``room`` of the device's memory."""
+        rings = round_up(room // self.device_bytes * self.chunk_bytes + 1) // 2
+        return rings * (1 + self._keeps_snapshots)
 
     def need(self, schedule: Schedule, num_tokens: int) -> int:
         return int(schedule.policy.recall > 0 and schedule.evicted(np.asarray(num_tokens)) > 0)
