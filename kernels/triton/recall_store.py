@@ -295,7 +295,10 @@ def _store_coded(
     _store_plain(x, y, rest, most, codes, scales, inside, HEAD, HALF, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=["columns_stride"])
+@triton.jit(
+    do_not_specialize=["columns_stride"],
+    do_not_specialize_on_alignment=["key_scales", "stored_born", "stored_token"],  # of some layers
+)
 def _store_units(
     key,
     value,

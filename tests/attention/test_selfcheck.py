@@ -29,6 +29,7 @@ from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.selfcheck import Check, Mismatch
 from vllm_cascade.attention.selfcheck_kept import num_differing, same_units
 from vllm_cascade.attention.selfcheck_layer import LayerShape
+from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.attention.torch import strides
 from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES
@@ -137,6 +138,19 @@ def test_right_kernels_pass(name: str) -> None:
     assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
     assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
     assert 0 < max(row.error for row in rows) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_reference_judges_as_many_units_as_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have no candidates; the CPU's library has, and so has its reference."""
+    monkeypatch.setattr(evidence, "CANDIDATES", 2)
+    monkeypatch.setattr(evidence, "JUDGING", 1)
+    assert check("recall")
+    sides = [
+        Check(resolve(POLICIES["recall"]), SHAPE, backend, CPU, 1)
+        for backend in (CUDAKVPolicyBackend, CPUKVPolicyBackend)
+    ]
+    assert [one.plain.impl.recall.judges_all for one in sides] == [True, False]
 
 
 def test_evidence_of_right_kernels_passes() -> None:
@@ -857,3 +871,16 @@ def test_an_engine_starts_once_its_kernels_agree(
     assert pool.get(None, additional_config=policy, max_model_len=256, block_size=16)
     assert len(list(tmp_path.rglob("checks/*.json"))) == 1
     pool.close()
+
+
+def test_a_card_whose_memory_nvml_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GB10's is the host's; stock vLLM starts there."""
+    nvml = devices.import_pynvml()
+
+    def fails(*_: object) -> int:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(type(devices.current_platform), "get_device_total_memory", fails)
+    properties = SimpleNamespace(total_memory=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert DEVICES["cuda"].memory_bytes() == 7

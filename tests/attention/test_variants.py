@@ -520,3 +520,29 @@ def finish_warm_up(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.parallel_config = SimpleNamespace(data_parallel_index=0)
     worker.execute_model = worker.sample_tokens = None
     worker.compile_or_warm_up_model()
+
+
+def test_the_warm_up_runs_as_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's profile allocates what kernels write in place, and runs in inference mode."""
+    seen: list[bool] = []
+    with torch.inference_mode():
+        buffer = torch.zeros(2)
+    worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
+    monkeypatch.setattr(worker, "_token_groups", lambda: (0,))
+
+    def writes(*_: Any) -> None:
+        seen.append(torch.is_inference_mode_enabled())
+        buffer.copy_(torch.ones(2))
+
+    builder = CUDABuilder.__new__(CUDABuilder)
+    builder.layer_names = ["a"]
+    layer = SimpleNamespace(impl=SimpleNamespace(variant="x"), kv_cache=None)
+    monkeypatch.setattr(worker, "_all_layers", lambda: {"a": layer})
+    monkeypatch.setattr(worker, "_builders", lambda: [builder])
+    monkeypatch.setattr(gpu_worker, "owners_of", lambda _: {})
+    monkeypatch.setattr(gpu_worker, "warm_up", writes)
+    worker._drafter, worker.use_v2_model_runner = None, True
+    tables = SimpleNamespace(input_block_tables=[torch.zeros(1, 2)])
+    worker.model_runner = SimpleNamespace(block_tables=tables)
+    worker._warm_up()
+    assert seen == [True] and buffer.tolist() == [1, 1]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -525,3 +526,45 @@ def test_prompts_with_pictures_end(seed: int) -> None:
             last = first + STRIDE
             near = [p for p in places if p.offset < last and first < p.offset + p.length]
             assert len(near) > 1 and any(p.offset == end for p in near)
+
+
+def test_adapters_that_run_do_not_exceed_their_limit() -> None:
+    """Also while a prompt under one is not scheduled, as less than a stride is left to it."""
+    from tests.cache.test_snapshots import HASHER  # which imports this file
+
+    scheduler = make_scheduler(
+        KVPolicyScheduler,
+        num_pages=80,
+        enable_prefix_caching=True,
+        enable_lora=True,
+        max_loras=1,
+        max_num_batched_tokens=48,
+    )
+
+    def add(name: str, prompt: list[int], max_tokens: int, adapter: int = 0) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params.update_from_generation_config({}, 0)
+        lora = LoRARequest(f"adapter {adapter}", adapter, "/nowhere") if adapter else None
+        one = Request(name, prompt, params, None, lora_request=lora, block_hasher=HASHER)
+        scheduler.add_request(one)
+        return one
+
+    first = add("first", list(range(1, 65)), 1)
+    while not first.is_finished():
+        finish_step(scheduler, scheduler.schedule())
+    decodes = add("decodes", [99], 60)
+    finish_step(scheduler, scheduler.schedule())
+    # Its first chunk ends early, where the prefix ends that it shares with the first request.
+    add("prompt", [*range(1, 17), *range(200, 264)], 60)
+    under_1 = add("under 1", list(range(300, 380)), 4, adapter=1)
+    under_2 = add("under 2", list(range(400, 410)), 40, adapter=2)
+    steps = []
+    while not (under_1.is_finished() and under_2.is_finished()):
+        output = scheduler.schedule()
+        steps.append(dict(output.num_scheduled_tokens))
+        assert not {under_1, under_2} <= set(scheduler.running), steps
+        finish_step(scheduler, output)
+        assert len(steps) < 90
+    assert steps[0] == {"decodes": 1, "prompt": 16, "under 1": 16}
+    assert steps[1] == {"decodes": 1, "prompt": 32}
+    assert decodes.num_output_tokens > 40

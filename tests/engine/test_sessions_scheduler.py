@@ -630,3 +630,28 @@ def test_pages_that_a_step_fills_from_a_snapshot_are_not_kept() -> None:
         index_of(scheduler).clear()
     assert scheduler.snapshot_counters.hits == 1 and (STOP, True) not in kept
     scheduler.shutdown()
+
+
+def test_a_session_that_a_lost_snapshot_covered_is_found_again() -> None:
+    """A waiting request's snapshot may make room for another request."""
+    scheduler = make_scheduler(
+        KVPolicyScheduler, num_pages=80, enable_prefix_caching=True, kv_sessions=True
+    )
+    text = [*LONG[:30], 7, 7, 7]
+    ask(scheduler, [*text[:32], *[9] * 8], max_tokens=1, hasher=HASHER)  # a snapshot, no session
+    assert ask(scheduler, text[:30], hasher=HASHER) == text
+    store, index = scheduler._snapshots, index_of(scheduler)
+    assert states(scheduler) == [(32, False)]
+    before = add(scheduler, [3] * 400, max_tokens=1)
+    one = add(scheduler, [*text, *[5] * 20], hasher=HASHER)
+    output = scheduler.schedule()  # 4 tokens of the budget are left, which is no stride
+    assert list(output.num_scheduled_tokens) == [before.request_id]
+    assert one.request_id in scheduler.sessions._covered
+    finish_step(scheduler, output)
+    store.clear()
+    scheduler.finish_requests([before.request_id], RequestStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {one.request_id: 53 - 32}
+    assert [command.op for command in output.sessions] == ["restore"]
+    assert index.counters.hits == {"memory": 1} and not scheduler.snapshot_counters.hits
+    scheduler.shutdown()

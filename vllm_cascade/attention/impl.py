@@ -46,6 +46,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         knows_sinks: whether the device supports learned sinks.
         knows_codes: whether the device supports quantised rows.
         knows_sharing: whether the device supports layers that attend to another layer's cache.
+        judges_all: whether all stored units are judged by all keys and queries, however many.
         name: the layer's name, once prepared.
         token_strides: elements from token to token of the model's queries, keys and values; None
             before vLLM's profiling run, and in layers without keys.
@@ -57,6 +58,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
     knows_sinks: ClassVar[bool] = False
     knows_codes: ClassVar[bool] = False
     knows_sharing: ClassVar[bool] = False
+    judges_all: ClassVar[bool] = False
     recall: LayerStore | None = None
     latent: int | None = None
     exchanges: Exchanges = WITH_OTHERS

@@ -75,6 +75,6 @@ def kept_tokens(pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) ->
     kept = []
     for row, order in enumerate(rank.argsort(dim=1)):
         units = first[row][order[rank[row][order] >= 0]]
-        tokens = (units[:, None] + torch.arange(pages.unit)).flatten()
+        tokens = (units[:, None] + torch.arange(pages.unit, device=units.device)).flatten()
         kept.append(tokens[tokens < end].tolist())
     return kept

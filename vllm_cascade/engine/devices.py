@@ -316,7 +316,10 @@ class CUDA(Device):
             config.attention_config.backend = None
 
     def memory_bytes(self) -> int:
-        return int(current_platform.get_device_total_memory())
+        try:
+            return int(current_platform.get_device_total_memory())
+        except import_pynvml().NVMLError:  # of GB10, whose memory is the host's, NVML tells nothing
+            return int(torch.cuda.get_device_properties(0).total_memory)
 
     def facts(self) -> dict[str, Any]:
         from vllm_cascade.attention.cuda.repeats import make_repeater  # imports Triton's kernels

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -61,6 +62,7 @@ class GPUKVPolicyWorker(DraftingWorker, Worker):
         self._warm_up()
         super()._maybe_activate_jit_monitor()
 
+    @torch.inference_mode()  # as in steps: what they write in place began there, in vLLM's profile
     def _warm_up(self) -> None:
         layers, drafter = self._all_layers(), self._drafter
         runner: Any = self.model_runner  # of either version

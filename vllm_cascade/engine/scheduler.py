@@ -377,7 +377,9 @@ class _StrideAligned(_Base):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's hook: whether a waiting request can be scheduled. Here, it finds its session."""
-        if request in self._rejected or not super()._handle_blocked_waiting_request(request):
+        if request in self._rejected or self._lacks_adapter(request):
+            return False
+        if not super()._handle_blocked_waiting_request(request):
             return False
         if self.sessions is None or request.num_computed_tokens:
             return True
@@ -387,6 +389,17 @@ class _StrideAligned(_Base):
             snapshot, _ = store.lookup(schedule, hashes, self._longest_hit(request))
             known = snapshot.num_tokens if snapshot else 0
         return self.sessions.may_start(request, known)
+
+    def _lacks_adapter(self, request: Request) -> bool:
+        """Whether a request must wait until fewer LoRA adapters run.
+
+        vLLM 0.32 counts those of a step. A prompt of which less than a stride would be read is not
+        in the step, but in a later one.
+        """
+        if self.lora_config is None or request.lora_request is None:
+            return False
+        run = {one.lora_request.lora_int_id for one in self.running if one.lora_request}
+        return len(run | {request.lora_request.lora_int_id}) > self.lora_config.max_loras
 
     def _prompt_stops(self, request: Request) -> list[int]:
         """Prompt positions at which a chunk ends, because the state there is kept."""

@@ -8,12 +8,13 @@ from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_cascade.cache.layout import page_pools
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.sessions.ranks import Ranks
+from vllm_cascade.sessions.session import Report
 from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.sessions.tiers import WorkerSessions
 
@@ -34,6 +35,26 @@ def session_ranks(rank: int, parallel: ParallelConfig) -> Ranks:
     store = PrefixStore(f"kv_sessions/{parallel.data_parallel_index}", _get_default_store())
     collects = rank == world - parallel.tensor_parallel_size
     return Ranks(rank, world, store, collects)
+
+
+class WithReport(AsyncModelRunnerOutput):
+    """A step's output that comes later, and then has a report.
+
+    Model Runner V2 returns such outputs for all steps with tokens, also without asynchronous
+    scheduling.
+    """
+
+    def __init__(self, later: Any, report: Report) -> None:
+        self._later, self._report = later, report
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = copy(self._later.get_output())
+        output.kv_sessions = self._report
+        return output
+
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM 0.33 asks for where ``get_output`` fails."""
+        return self._later.get_kv_connector_output()
 
 
 class SessionWorker(_Base):
@@ -70,9 +91,12 @@ class SessionWorker(_Base):
 
     def _with_report(self, output: Any) -> Any:
         """A step's output with what the threads of sessions finished, if there is any."""
-        if self._sessions is None or not isinstance(output, ModelRunnerOutput):
+        is_later = isinstance(output, AsyncModelRunnerOutput)
+        if self._sessions is None or not (is_later or isinstance(output, ModelRunnerOutput)):
             return output
         report = self._sessions.take_report()
+        if report and is_later:
+            return WithReport(output, report)
         if report:
             output = copy(output)  # vLLM returns one object for all steps without tokens
             output.kv_sessions = report

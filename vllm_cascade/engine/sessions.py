@@ -321,7 +321,9 @@ class SchedulerSessions:
             known: prefix tokens that a snapshot covers; only longer sessions are used.
         """
         name = request.request_id
-        if self._searched.get(name) != self.index.version:
+        covered = self._covered.get(name)
+        uncovered = covered is not None and known < covered.num_tokens  # the snapshot has left
+        if uncovered or self._searched.get(name) != self.index.version:
             self._leave(name)
             session, may_wait = self._find(request), name not in self._slow
             if session is not None and session.num_tokens <= known:

@@ -62,7 +62,12 @@ class LayerRecall:
         most_queries: queries of a stride that select units, at most.
         native: selects and moves units in C++; None does so in PyTorch, the reference.
         in_8_bits: whether the logs store rows in 8 bits (``UnitShape``).
+
+    Attributes:
+        judges_all: as in ``KVPolicyImpl``; only without ``native``.
     """
+
+    judges_all = False
 
     def __init__(
         self,
@@ -135,7 +140,8 @@ class LayerRecall:
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
         sinks = evidence.to_sinks(layer, queries, self.sink_keys(pages, plan.sinks))
-        return evidence.choose(layer, self._index, units, plain, sinks, plan.now)
+        most = len(units) if self.judges_all else evidence.most_scored(plan.now)
+        return evidence.choose(layer, self._index, units, plain, sinks, plan.now, most)
 
     def sink_keys(self, pages: torch.Tensor, num: int) -> torch.Tensor:
         """Keys of the sinks ``[H, num * unit, D]``. They take the first places and never leave."""

@@ -84,7 +84,7 @@ class TritonKVPolicyImpl(SharingImpl):
     """
 
     least_part = LEAST_PART
-    knows_windows = knows_sinks = knows_codes = True
+    knows_windows = knows_sinks = knows_codes = judges_all = True
     _decode_rotation: torch.Tensor | None = None
     _made: LayerKernels | None = None
     _stored: Codes | None = None

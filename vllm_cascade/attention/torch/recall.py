@@ -157,14 +157,16 @@ def choose(
     queries: torch.Tensor,
     sinks: torch.Tensor,
     num: int,
+    most: int,
 ) -> list[np.ndarray]:
     """Select the ``num`` units with the highest worth for each set; int64, ascending.
 
     Args:
         index: the layer's index in the log.
         queries, sinks: as for ``asked``.
+        most: units that are scored by all of their keys; of more, candidates are selected first.
     """
-    listed = candidates(layer, index, units, queries, most_scored(num))
+    listed = candidates(layer, index, units, queries, most)
     if listed is not None:
         which = largest(queries, JUDGING)
         queries, sinks = taken(queries, which), sinks.gather(0, which)
