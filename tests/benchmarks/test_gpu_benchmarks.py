@@ -166,6 +166,33 @@ def test_the_speed_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize("model", ["1B", "8B"])
+def test_stock_vllm_has_room_for_the_longest_request(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default lengths. vLLM counts the null block too; every arm has as many bytes."""
+    from benchmarks import gpu_engine
+    from benchmarks.running.engines import EngineSettings
+    from benchmarks.running.pools import page_bytes
+
+    given: list[dict[str, int]] = []
+
+    def stopwatch(*_: object, **arguments: int) -> object:
+        given.append(arguments)
+        return lambda *_: 1.0
+
+    monkeypatch.setattr(gpu_engine, "stopwatch", stopwatch)
+    lengths = {"contexts": gpu_engine.CONTEXTS, "alone": gpu_engine.ALONE}
+    for policy in (None, {"name": "cascade"}):
+        gpu_engine.speed(policy, "", model, False, 64, **lengths)
+    stock, ours = (arguments["kv_cache_memory_bytes"] for arguments in given)
+    path = str(gpu_engine.CONFIGS / f"llama-{model.lower()}")
+    page = page_bytes(EngineSettings(model=path, dtype="bfloat16", block_size=16))
+    assert given[0]["max_model_len"] == 130_000 + 257
+    assert stock == ours and stock >= 8 << 30
+    assert stock // page >= -(-given[0]["max_model_len"] // 16) + 1
+
+
 def test_an_engine_that_differs_is_reported() -> None:
     """As plain values, which JSON takes."""
     import numpy as np
