@@ -87,8 +87,8 @@ class Compared:
     @property
     def label(self) -> str:
         parts = [self.family or self.policy, self.engine.get("kv_cache_dtype", "")]
-        if self.engine.get("speculative_config") == ITSELF:
-            parts.append("drafting for itself")
+        if drafter := self.engine.get("speculative_config"):
+            parts.append("drafting for itself" if drafter == ITSELF else "drafting by n-grams")
         parts.append(self.runner)
         return " ".join(part for part in parts if part)
 
