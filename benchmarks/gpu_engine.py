@@ -87,8 +87,8 @@ class Compared:
     @property
     def label(self) -> str:
         parts = [self.family or self.policy, self.engine.get("kv_cache_dtype", "")]
-        if self.engine.get("speculative_config") == ITSELF:
-            parts.append("drafting for itself")
+        if drafter := self.engine.get("speculative_config"):
+            parts.append("drafting for itself" if drafter == ITSELF else "drafting by n-grams")
         parts.append(self.runner)
         return " ".join(part for part in parts if part)
 
@@ -292,11 +292,26 @@ def speed(
     """
     num_tokens = 5 if tiny else 257
     sizes = {"max_model_len": max([*contexts, *alone]) + num_tokens, "max_num_seqs": requests}
-    memory = {"kv_cache_memory_bytes": 8 << 30}
+    shape = TINY if tiny else model
+    memory = {"kv_cache_memory_bytes": pool_bytes(shape, sizes["max_model_len"])}
     seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
     if turn is not None:  # the file stays open, and so locked, until the process ends
         fcntl.flock(os.open(turn, os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX)
     return measured(seconds, requests, contexts, alone, num_tokens)
+
+
+def pool_bytes(model: str, num_tokens: int) -> int:
+    """KV cache bytes of every engine: 8 GiB, or more if stock vLLM needs it for one request.
+
+    Two pages of up to 64 tokens are spare: the request's last page and vLLM's null block.
+
+    Args:
+        model: suffix of a folder in ``CONFIGS``. Its rows have 16 bits.
+        num_tokens: of the longest request.
+    """
+    config = json.loads((CONFIGS / f"llama-{model.lower()}" / "config.json").read_text())
+    row = 2 * 2 * config["head_dim"] * config["num_key_value_heads"]
+    return max(8 << 30, (num_tokens + 2 * 64) * row * config["num_hidden_layers"])
 
 
 def measured(

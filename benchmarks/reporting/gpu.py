@@ -78,11 +78,16 @@ KINDS = {
     "windows": "two layers of the family",
     "latent": "two layers of the family",
     "recurrent": "two layers of the family",
-    "drafts": "tiny Llama, drafts by n-grams",
+    "drafts": "tiny Llama, with drafts",
     "8 bits": "tiny Llama, rows in 8 bits",
     "sessions": "tiny Llama, a chat in turns",
 }
 """What ``gpu_engine`` compares with the oracle."""
+
+
+def reason(row: Row) -> str:
+    """Why an engine has no numbers: the first sentence of its error."""
+    return row["error"].partition("; see ")[0].partition(". ")[0]
 
 
 def engines(rows: list[Row]) -> Table:
@@ -92,8 +97,7 @@ def engines(rows: list[Row]) -> Table:
     for row in rows:
         head = [row["policy"], KINDS[row["what"]]]
         if "error" in row:
-            reason = row["error"].partition("; see ")[0].partition(". ")[0]
-            found.append([*head, "no", reason, "", ""])
+            found.append([*head, "no", reason(row), "", ""])
             continue
         equal = "yes" if row["equal"] else "no"
         numbers = [f"{row['evicted']:,}", f"{row['reused']:,}"]
@@ -108,6 +112,7 @@ def engines(rows: list[Row]) -> Table:
 def first_starts(rows: list[Row]) -> Table:
     columns = ["policy", "comparisons", "largest difference", "s"]
     found = [
+        [row["policy"], "", reason(row), ""] if "error" in row else
         [row["policy"], str(row["comparisons"]), f"{row['largest_error']:.1e}",
          f"{row['check_s']:.0f}"]
         for row in rows
@@ -121,6 +126,7 @@ def speed(rows: list[Row]) -> Table:
         "model", "policy", "prompt", "first token, s", "requests", "output tokens a second",
     ]  # fmt: skip
     found = [
+        [f"Llama {row['model']}", row["policy"], "", reason(row), "", ""] if "error" in row else
         [f"Llama {row['model']}", row["policy"], f"{row['context']:,}",
          f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
          f"{row['requests']}" if "requests" in row else "",

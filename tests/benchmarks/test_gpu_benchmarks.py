@@ -166,6 +166,33 @@ def test_the_speed_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize("model", ["1B", "8B"])
+def test_stock_vllm_has_room_for_the_longest_request(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default lengths. vLLM counts the null block too; every arm has as many bytes."""
+    from benchmarks import gpu_engine
+    from benchmarks.running.engines import EngineSettings
+    from benchmarks.running.pools import page_bytes
+
+    given: list[dict[str, int]] = []
+
+    def stopwatch(*_: object, **arguments: int) -> object:
+        given.append(arguments)
+        return lambda *_: 1.0
+
+    monkeypatch.setattr(gpu_engine, "stopwatch", stopwatch)
+    lengths = {"contexts": gpu_engine.CONTEXTS, "alone": gpu_engine.ALONE}
+    for policy in (None, {"name": "cascade"}):
+        gpu_engine.speed(policy, "", model, False, 64, **lengths)
+    stock, ours = (arguments["kv_cache_memory_bytes"] for arguments in given)
+    path = str(gpu_engine.CONFIGS / f"llama-{model.lower()}")
+    page = page_bytes(EngineSettings(model=path, dtype="bfloat16", block_size=16))
+    assert given[0]["max_model_len"] == 130_000 + 257
+    assert stock == ours and stock >= 8 << 30
+    assert stock // page >= -(-given[0]["max_model_len"] // 16) + 1
+
+
 def test_an_engine_that_differs_is_reported() -> None:
     """As plain values, which JSON takes."""
     import numpy as np
@@ -253,20 +280,30 @@ def test_gpu_engine_tiny(name: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "logs").glob("*.log"))) == len(engines)
 
 
-def test_the_machines_script_takes_the_newest_wheel(tmp_path: Path) -> None:
-    """``make wheel`` leaves older ones in dist/; the folder that it is unpacked in goes again."""
-    for folder in ("benchmarks", "tests", "dist", "bin", "tmp"):
-        (tmp_path / folder).mkdir()
-    script = tmp_path / "benchmarks/gpu_machine.sh"
+def machine(folder: Path, python: str) -> tuple[Path, dict[str, str]]:
+    """A copy of the script in a repository with three wheels, and variables for its run.
+
+    Args:
+        python: lines of a shell script that runs instead of Python.
+    """
+    for name in ("benchmarks", "tests", "dist", "bin", "tmp"):
+        (folder / name).mkdir()
+    script = folder / "benchmarks/gpu_machine.sh"
     script.write_text((ROOT / "benchmarks/gpu_machine.sh").read_text())
     for age, version in enumerate(("0.2.0", "0.1.0", "0.3.0")):
-        wheel = tmp_path / f"dist/vllm_cascade-{version}-py3-none-any.whl"
+        wheel = folder / f"dist/vllm_cascade-{version}-py3-none-any.whl"
         wheel.touch()
         os.utime(wheel, (1e9 - age, 1e9 - age))
-    python = tmp_path / "bin/python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\n')
-    python.chmod(0o755)
-    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
+    fake = folder / "bin/python"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {folder}/ran\n{python}\n')
+    fake.chmod(0o755)
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    return script, {"PATH": path, "TMPDIR": str(folder / "tmp")}
+
+
+def test_the_machines_script_takes_the_newest_wheel(tmp_path: Path) -> None:
+    """``make wheel`` leaves older ones in dist/; the folder that it is unpacked in goes again."""
+    script, env = machine(tmp_path, "")
     command = ["bash", str(script), "measure", str(tmp_path / "out"), "--models", "8B"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -274,4 +311,39 @@ def test_the_machines_script_takes_the_newest_wheel(tmp_path: Path) -> None:
     words = ["-m", "zipfile", "-e", "dist/vllm_cascade-0.2.0-py3-none-any.whl"]
     assert unpacked.split()[:-1] == words
     assert engine.split()[:2] == ["-m", "benchmarks.gpu_engine"] and "8B" in engine
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kernels", "engines", "writes", "status"),
+    [(0, 0, True, 0), (1, 0, True, 1), (0, 1, True, 1), (2, 1, True, 2), (1, 2, False, 2)],
+)
+def test_the_machines_script_compares_whatever_fails(
+    kernels: int, engines: int, writes: bool, status: int, tmp_path: Path
+) -> None:
+    """Engines after a failed kernel; what was written is kept, the worst status is returned."""
+    out = tmp_path / "out"
+    write = f"echo found > {out}/gpu_engine.json" if writes else ":"
+    python = f"""case $2 in
+benchmarks.gpu_check) exit {kernels} ;;
+benchmarks.gpu_engine) {write}; exit {engines} ;;
+esac"""
+    script, env = machine(tmp_path, python)
+    out.mkdir()
+    command = ["bash", str(script), "correct", str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    ran = [line.split()[1] for line in (tmp_path / "ran").read_text().splitlines()]
+    assert ran == ["benchmarks.gpu_check", "zipfile", "benchmarks.gpu_engine"], done.stderr
+    assert done.returncode == status
+    assert [file.name for file in out.iterdir()] == ["gpu_engine_identity.json"] * writes
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_no_engine_runs_without_a_wheel(tmp_path: Path) -> None:
+    """A wheel that cannot be unpacked would leave the comparisons without the plugin."""
+    script, env = machine(tmp_path, '[ "$2" != zipfile ]')
+    command = ["bash", str(script), "correct", str(tmp_path / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    ran = [line.split()[1] for line in (tmp_path / "ran").read_text().splitlines()]
+    assert ran == ["benchmarks.gpu_check", "zipfile"] and done.returncode == 1
     assert not list((tmp_path / "tmp").iterdir())

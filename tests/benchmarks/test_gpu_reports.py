@@ -86,6 +86,38 @@ def test_a_kept_result_of_engines(tmp_path: Path) -> None:
     assert "A card; torch 2, vLLM 1, commit 0123456789, 2026-11-25; 56 s." in text
 
 
+def test_an_engine_that_failed_is_kept_with_its_reason(tmp_path: Path) -> None:
+    """Also where all of a kind failed, and beside those that were measured."""
+    failed = {"error": "its process was ended by SIGALRM; see log", "seconds": 1.0}
+    checked = {"what": "check", "policy": "lazy", "comparisons": 19, "largest_error": 0.0078}
+    rows = [
+        checked | {"check_s": 12.36},
+        {"what": "check", "policy": "sink", **failed},
+        {"what": "speed", "policy": "stock", "model": "8B", **failed},
+    ]
+    environment = CHECK["environment"] | {"vllm": "1"}
+    write(tmp_path, "gpu_engine.json", {"environment": environment, "rows": rows})
+    found = gpu.result(tmp_path, "0123456789ab")
+    first, speed = ([list(row) for row in one["rows"]] for one in found["tables"])
+    reason = "its process was ended by SIGALRM"
+    assert first == [["lazy", "19", "7.8e-03", "12"], ["sink", "", reason, ""]]
+    assert speed == [["Llama 8B", "stock", "", reason, "", ""]]
+
+
+def test_engines_with_drafts_name_their_drafter() -> None:
+    """Some draft with n-grams, others with a model."""
+    from benchmarks.gpu_engine import COMPARED, ITSELF, NGRAM
+
+    compared = {"what": "drafts", "equal": True, "max_error": 2e-5, "evicted": 1, "reused": 0}
+    some = [one for one in COMPARED if one.kind == "drafts"]
+    table = gpu.engines([compared | {"policy": one.label} for one in some])
+    said = [" ".join(row[:2]) for row in table.rows]
+    drafters = [one.engine["speculative_config"] for one in some]
+    assert ITSELF in drafters and NGRAM in drafters and all("drafts" in one for one in said)
+    assert ["drafting for itself" in one for one in said] == [one == ITSELF for one in drafters]
+    assert ["n-grams" in one for one in said] == [one == NGRAM for one in drafters]
+
+
 def write(folder: Path, name: str, content: Any) -> None:
     (folder / name).write_text(json.dumps(content))
 
