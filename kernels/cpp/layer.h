@@ -57,13 +57,16 @@ struct Layer {
   float key_scale() const { return scales ? scales[0] : 1.0f; }
   float value_scale() const { return scales ? scales[1] : 1.0f; }
   int64_t num_queries() const { return num_heads * group; }
-  // The score that a set makes of one that is given, a whole number below 2**24.
+  // The score that a set makes of one that is given: a whole number with as many bits, 24 at most,
+  // as keep the sum of a unit's scores exact.
   float own_score(int64_t set, float given) const {
     if (!salts) return given;
     uint32_t x = (uint32_t)given ^ salts[set];
     x = (x ^ x >> 16) * 0x7FEB352Du;
     x = (x ^ x >> 15) * 0x846CA68Bu;
-    return (float)((x ^ x >> 16) >> 16);
+    int64_t dropped = 8;
+    while (unit > int64_t{1} << (dropped - 8)) dropped++;
+    return (float)((x ^ x >> 16) >> dropped);
   }
   // Whether a row's V is part of its K.
   bool latent() const { return value_at < head_size; }

@@ -35,7 +35,7 @@ def _assign(
     if (tl.load(steps + row * STEP + STREAM) < 0) | (wanted < 0):
         return
     slots = tl.load(steps + row * STEP + OLD_SLOTS) // UNIT
-    value = own_scores(tl.load(given + row), salts, head_set)
+    value = own_scores(tl.load(given + row), salts, head_set, UNIT)
     table += row * table_stride
     first = tl.program_id(2) * TILE
     _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)

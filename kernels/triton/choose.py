@@ -77,7 +77,7 @@ def score_columns(
                 index = column * UNIT + offset - (cached - tl.load(step + LAG))
                 known = inside & (index >= 0) & (index < length)
                 value = tl.load(given + tl.load(step + START) + index, mask=known, other=0.0)
-                value = tl.where(known, own_scores(value, salts, head_set), 0.0)
+                value = tl.where(known, own_scores(value, salts, head_set, UNIT), 0.0)
                 if UNIT == 1:
                     result = tl.where(known, value, result)
                 else:

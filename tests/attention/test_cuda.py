@@ -325,6 +325,11 @@ def test_mixed_requests(name: str) -> None:
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
+@pytest.mark.parametrize("name", ["random-heads", "random-4"])
+def test_stored_numbers_are_those_drawn(name: str) -> None:
+    test_paged.check_stored_numbers(None, *CASES[name])
+
+
 FEW_UNITS = ["cascade-16-gqa8", "cascade-4-heads"]
 
 

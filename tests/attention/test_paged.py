@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_
 
 from tests.attention.reference import LiteralCache
 from tests.cpp_library import CALLS
-from tests.oracle.draws import draws
+from tests.oracle.draws import draw, draws
 from tests.oracle.quantised import Quantiser
 from tests.oracle.settings import logit_scale, make_sim, score_rule
 from vllm_cascade.attention.cpu.builder import CPUBuilder
@@ -180,7 +180,8 @@ def oracle_for(
 ) -> LiteralCache:
     shown = None if token_scores is None else lambda _: token_scores
     if settings["name"] == "random":
-        shown = lru_cache(draws(settings.get("seed", 0), "layer", 4096))
+        unit = settings.get("unit", 1)
+        shown = lru_cache(draws(settings.get("seed", 0), "layer", 4096, unit))
     slopes = layer.impl.alibi_slopes
     return LiteralCache(
         lambda: make_sim(settings),
@@ -486,6 +487,28 @@ def test_mixed_requests_in_units(name: str, path: str) -> None:
     more = settings["budget"]
     prompts, totals = [1, 5, 23, 32, 48 + more], [40 + more, 5, 30 + more, 32, 60 + more]
     run_mixed_requests(path, shape, settings, prompts, totals, len(name))
+
+
+@pytest.mark.parametrize("name", ["random-heads", "random-4"])
+def test_stored_numbers_are_those_drawn(name: str, path: str) -> None:
+    check_stored_numbers(path, *CASES[name])
+
+
+def check_stored_numbers(path: str | None, shape: Shape, settings: dict[str, Any]) -> None:
+    """A unit's score is the sum of the numbers of those tokens that have left the window."""
+    unit, seen = settings.get("unit", 1), 90
+    layer = run_mixed_requests(path, shape, settings, [48], [seen], 1)
+    judged, found, expected = seen - layer.policy.score_lag, [], []
+    for page, head_set, slot in (layer.pages.rank[1:] >= 0).nonzero().tolist():
+        where = page + 1, head_set, slot
+        first = int(layer.pages.token[where])
+        numbers = [
+            draw(settings["seed"], "layer", head_set, token, unit)
+            for token in range(first, min(first + unit, judged))
+        ]
+        found.append(float(layer.pages.score[where]))
+        expected.append(sum(numbers))
+    assert found == expected and sum(map(bool, found)) > 4 * shape.num_kv_heads
 
 
 def test_requests_with_policies_of_their_own_in_units(path: str) -> None:

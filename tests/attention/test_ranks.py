@@ -7,6 +7,7 @@ that exchange scores have to equal the same oracle.
 
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ from vllm.distributed.device_communicators.flashinfer_all_reduce import FlashInf
 from vllm.utils.network_utils import get_open_port
 
 from tests.attention import test_paged
-from tests.attention.test_paged import Shape
+from tests.attention.test_paged import RANDOM, Shape
+from tests.oracle.draws import scrambled
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.layer import over_ranks
@@ -64,6 +66,24 @@ def test_two_ranks_with_the_same_heads(reduction: str, monkeypatch: pytest.Monke
     assert asked[how, "prompt"] == reading.count("prompt") > 1, "once a stride"
     assert asked[how, "token"] >= reading.count("token") > 1
     assert {kind for kind, _ in asked} == {how}
+
+
+@pytest.mark.parametrize(
+    ("latent", "head_policy", "apart"),
+    [(False, "per_kv_head", True), (False, "homogeneous", False), (True, "per_kv_head", False)],
+    ids=["own heads", "shared decisions", "replicated rows"],
+)
+def test_ranks_of_one_kv_head_draw_apart(latent: bool, head_policy: str, apart: bool) -> None:
+    """Only ranks that keep different tokens may have different numbers."""
+    latents: dict[str, Any] = {"latent": True, "group": 4, "rotary_dim": 8} if latent else {}
+    shape = Shape(num_kv_heads=1, **latents)
+    served = test_paged.PagedLayer(shape, {**RANDOM, "head_policy": head_policy}, 4)
+    salts: list[int] = []
+    for head in (0, 1):
+        served.impl.prepare(served.spec, served.pages.kv, None, 2, shape.dtype, place=("l", head))
+        salts += served.impl._layer.salts.view(torch.uint32).tolist()
+    heads = (0, 1) if apart else (0, 0)
+    assert salts == [scrambled(scrambled(head) ^ zlib.crc32(b"l")) for head in heads]
 
 
 @pytest.mark.slow

@@ -131,7 +131,8 @@ def check_assign(case: Case, device: torch.device | str) -> float:
         valid = cache.words("rank", row)
         valid[:, cache.slots[row] // unit :] = -1  # stale: must not be taken for the token
         old = cache.words("score", row)
-        shown = [salted(float(given[row]), salt if case.seed % 2 else None) for salt in salts]
+        own = salts if case.seed % 2 else [None] * case.num_sets
+        shown = [salted(float(given[row]), salt, unit) for salt in own]
         value = assign_reference(shown, int(ranks[row]), valid, old, unit)
         cache.put_all("score", row, value)
     same("pool", ours.pool, cache.pool)

@@ -152,14 +152,18 @@ def column_sums_reference(probs: torch.Tensor, decay: float, weight: float) -> t
     return torch.einsum("htn,t->hn", probs.double(), weight * decay**power)
 
 
-def salted(given: float, salt: int | None) -> float:
-    """A set's own score: a 32-bit hash (Wellons, "lowbias32") of the given one and its salt."""
+def salted(given: float, salt: int | None, unit: int) -> float:
+    """A set's own score: a 32-bit hash (Wellons, "lowbias32") of the given one and its salt.
+
+    As many of its bits, 24 at most, as leave a unit's sum at most 2**24.
+    """
     if salt is None:
         return given
     x = int(given) ^ salt
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) % (1 << 32)
-    return float((x ^ (x >> 16)) >> 16)
+    dropped = next(bits for bits in range(8, 32) if unit << (32 - bits) <= 1 << 24)
+    return float((x ^ (x >> 16)) >> dropped)
 
 
 def as_int32(numbers: list[int]) -> torch.Tensor:

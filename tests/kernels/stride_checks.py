@@ -168,7 +168,7 @@ def _final_scores(
         for i, value in enumerate(given[step[columns.START] :][:length].tolist()):
             column = (cached - lag + i) // unit
             if column >= 0:
-                own = torch.tensor([salted(value, salt) for salt in salts])
+                own = torch.tensor([salted(value, salt, unit) for salt in salts])
                 scores[:, column] = own + (scores[:, column] if unit > 1 else 0)
         return scores
     begun = torch.arange(units * parts) * (unit // parts) < cached + length

@@ -164,9 +164,9 @@ def token_scores(
 ) -> Callable[[int, int], list[float]] | None:
     """What each token is worth in a layer and head set, where attention does not decide."""
     if settings["name"] == "random":
-        seed = settings.get("seed", 0)
+        seed, unit = settings.get("seed", 0), unit_of(settings)
         return lru_cache(
-            lambda layer, of_set: draws(seed, layer_name.format(layer), len(tokens))(of_set)
+            lambda layer, of_set: draws(seed, layer_name.format(layer), len(tokens), unit)(of_set)
         )
     rule = settings.get("importance", "tfidf")
     if settings["name"] != "dgc" or not rule.startswith("tfidf"):

@@ -3,8 +3,10 @@
 
 import numpy as np
 import pytest
+import torch
 
-from tests.oracle.draws import draw, scrambled
+from tests.oracle.draws import bits_of, draw, scrambled
+from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.policies.random import BITS, drawn, mixed, salts_of
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
@@ -13,17 +15,59 @@ from vllm_cascade.policies.simulate import simulate
 TOKENS = 20_000
 
 
-def numbers(seed: int, layer: str, head_set: int) -> np.ndarray:
-    """The numbers of the first tokens in one layer and head set, from the two parts."""
-    salt = salts_of(layer, head_set, 1).view(np.uint32)
-    return mixed(drawn(seed, 0, TOKENS).astype(np.uint32) ^ salt) >> np.uint32(16)
+def numbers(
+    seed: int, layer: str, head_set: int, unit: int = 1, num_tokens: int = TOKENS
+) -> np.ndarray:
+    """fp32 ``[num_tokens]``: the first tokens' numbers in one layer and head set."""
+    config = LayerConfig(
+        num_kv_heads=1,
+        head_size=1,
+        num_sets=1,
+        scale=1.0,
+        softcap=0.0,
+        slopes=None,
+        rotation=None,
+        is_neox=True,
+        uses_attention=False,
+        reduction="mean",
+        salts=torch.from_numpy(salts_of(layer, head_set, 1)),
+    )
+    given = torch.from_numpy(drawn(seed, 0, num_tokens))
+    return config.own_scores(given[None], unit)[0].numpy()
 
 
-def test_numbers_are_those_of_the_definition() -> None:
+@pytest.mark.parametrize("unit", [1, 2, 3, 4, 16, 48, 128])
+def test_numbers_are_those_of_the_definition(unit: int) -> None:
     for seed, layer, head_set in ((0, "a", 0), (7, "model.layers.3.self_attn.attn", 5)):
-        expected = [draw(seed, layer, head_set, token) for token in range(50)]
-        assert numbers(seed, layer, head_set)[:50].tolist() == expected
+        expected = [draw(seed, layer, head_set, token, unit) for token in range(50)]
+        assert numbers(seed, layer, head_set, unit)[:50].tolist() == expected
     assert mixed(np.arange(9)).tolist() == [scrambled(x) for x in range(9)]
+
+
+@pytest.mark.parametrize(("unit", "bits"), [(1, 24), (2, 23), (3, 22), (16, 20), (128, 17)])
+def test_sums_of_units_are_exact(unit: int, bits: int) -> None:
+    """With as many bits as allow it: the sum of the largest numbers needs one more than 23."""
+    assert bits_of(unit) == bits and 1 << 23 < unit * ((1 << bits) - 1) < 1 << 24
+    own = numbers(3, "a", 0, unit)
+    assert (1 << bits) * 0.99 < own.max() < 1 << bits
+    units = own[: TOKENS // unit * unit].reshape(-1, unit)
+    total = np.zeros(len(units), np.float32)
+    for column in units.T:  # one token after the other, as layers add them
+        total += column
+    assert total.tolist() == units.astype(np.int64).sum(1).tolist()
+
+
+def test_a_long_stream_is_sampled_evenly() -> None:
+    """If too many tokens had the largest number, ties would keep the newest ones only."""
+    seen, size, salts = 4_000_000, 32, 20
+    newer = 0
+    for head_set in range(salts):
+        own = torch.from_numpy(numbers(0, "a", head_set, num_tokens=seen))
+        # Of equal numbers the newer token stays, as with ``tie: incoming``.
+        best = (own.long() * seen + torch.arange(seen)).topk(size).values % seen
+        newer += int((best >= seen // 2).sum())
+    share = newer / (salts * size)
+    assert abs(share - 0.5) < 4 * (0.25 / (salts * size)) ** 0.5
 
 
 def test_a_part_of_a_stream_has_the_same_numbers() -> None:
@@ -45,7 +89,7 @@ def test_another_layer_set_or_seed_has_independent_numbers(
     mine, theirs = numbers(0, "a", 0), numbers(seed, layer, head_set)
     assert abs(np.corrcoef(mine, theirs)[0, 1]) < 4 / TOKENS**0.5
     for values in (mine, theirs):
-        counts = np.histogram(values, bins=16, range=(0, 1 << 16))[0]
+        counts = np.histogram(values, bins=16, range=(0, 1 << 24))[0]
         assert ((counts - TOKENS / 16) ** 2 / (TOKENS / 16)).sum() < 45  # chi-square, p = 1e-4
 
 

@@ -179,7 +179,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if spec.policy.scoring.source != "random":
             return None
         layer, head = place
-        salts = salts_of(layer, head if spec.num_sets > 1 else 0, spec.num_sets)
+        # Ranks that share the heads of a set, or hold the same latent rows, draw the same numbers.
+        apart = spec.policy.head_policy == "per_kv_head" and not spec.latent
+        salts = salts_of(layer, head if apart else 0, spec.num_sets)
         return torch.from_numpy(salts).to(device)
 
     def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:

@@ -93,15 +93,19 @@ class LayerConfig:
         assert self.over_ranks is not None
         return self.over_ranks(reduce_heads(mass, self.num_sets, self.reduction), self.reduction)
 
-    def own_scores(self, given: torch.Tensor) -> torch.Tensor:
-        """Scores of each head set, fp32 ``[..., num_sets, n]``, from the host's ``[..., 1, n]``."""
+    def own_scores(self, given: torch.Tensor, unit: int) -> torch.Tensor:
+        """Scores of each head set, fp32 ``[..., num_sets, n]``, from the host's ``[..., 1, n]``.
+
+        Salted scores are whole numbers with as many bits, 24 at most, as keep the sum of a unit's
+        ``unit`` scores exact in fp32.
+        """
         if self.salts is None:
             return given.expand(*given.shape[:-2], self.num_sets, given.shape[-1])
         low = 0xFFFFFFFF
         x = (given.long() ^ self.salts.long().unsqueeze(-1)) & low
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             x = ((x ^ (x >> shift)) * factor) & low
-        return ((x ^ (x >> 16)) >> 16).float()
+        return ((x ^ (x >> 16)) >> (8 + (unit - 1).bit_length())).float()
 
     def soft_cap(self, logits: torch.Tensor) -> torch.Tensor:
         if self.softcap == 0:

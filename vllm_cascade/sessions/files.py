@@ -26,8 +26,8 @@ import xxhash
 
 from vllm_cascade.sessions.session import Session
 
-FORMAT = "5"
-"""Bump when the layout of files or of chunks (``recall/log.py``) changes."""
+FORMAT = "6"
+"""Bump when the layout of files or chunks (``recall/log.py``) changes, or the scale of scores."""
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
 FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "parallelism", "layout")
 """Header entries that must be equal here and in a file, in the order in which they are compared."""

@@ -167,7 +167,7 @@ def _new_scores(
         skip = max(-stride.scored, 0)
         given = stride.given[skip:]
         places = (torch.arange(len(given)) + stride.scored + skip) // unit
-        scores.index_add_(1, places, layer.own_scores(given[None]))
+        scores.index_add_(1, places, layer.own_scores(given[None], unit))
     elif stride.schedule.policy.merge_into is not None:
         scores[:, :cached] = old  # tokens merged into each centre
     return scores

@@ -172,7 +172,7 @@ def _new_scores(
     score = torch.nn.functional.pad(old, (0, 1))
     if singles.given is not None:
         assert singles.scored is not None, "it comes with given"
-        given = layer.own_scores(singles.given.view(-1, 1, 1))
+        given = layer.own_scores(singles.given.view(-1, 1, 1), words.unit)
         score[..., :-1] += torch.where(rank == singles.scored.view(-1, 1, 1), given, 0.0)
     elif layer.uses_attention:
         units = probs[..., :-1].unflatten(-1, (-1, words.unit)).sum(-1)
