@@ -436,7 +436,7 @@ def test_requests_with_policies_of_their_own() -> None:
     """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
     prompts, totals = [1, 23, 32, 48, 60, 7], [40, 44, 38, 60, 64, 24]
     layer = test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
-    assert len(layer.builder.tables._numbers) == len(OWN)
+    assert len(layer.builder.tables._places) == len(OWN)
 
 
 OWN_IN_UNITS: list[dict[str, Any]] = [

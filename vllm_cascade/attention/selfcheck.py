@@ -168,7 +168,7 @@ class Check:
         self.ours = Side(*sides, backend, impl, *sizes, device, num_ranks)
         cpu = CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu")
         self.plain = Side(*sides, *cpu, num_ranks)
-        if self.plain.impl.recall is not None:
+        if isinstance(self.plain.impl.recall, LayerRecall):
             self.plain.impl.recall.judges_all = self.ours.impl.judges_all
         self.num_ranks = num_ranks
         self._generator, self.drafts = torch.Generator().manual_seed(0), drafts
