@@ -140,7 +140,7 @@ class LayerRecall:
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
         sinks = evidence.to_sinks(layer, queries, self.sink_keys(pages, plan.sinks))
-        most = len(units) if self.judges_all else evidence.most_scored(plan.now)
+        most = len(units) if self.judges_all else None
         return evidence.choose(layer, self._index, units, plain, sinks, plan.now, most)
 
     def sink_keys(self, pages: torch.Tensor, num: int) -> torch.Tensor:

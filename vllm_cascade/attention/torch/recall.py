@@ -157,7 +157,7 @@ def choose(
     queries: torch.Tensor,
     sinks: torch.Tensor,
     num: int,
-    most: int,
+    most: int | None = None,
 ) -> list[np.ndarray]:
     """Select the ``num`` units with the highest worth for each set; int64, ascending.
 
@@ -165,8 +165,9 @@ def choose(
         index: the layer's index in the log.
         queries, sinks: as for ``asked``.
         most: units that are scored by all of their keys; of more, candidates are selected first.
+            None: ``most_scored``.
     """
-    listed = candidates(layer, index, units, queries, most)
+    listed = candidates(layer, index, units, queries, most or most_scored(num))
     if listed is not None:
         which = largest(queries, JUDGING)
         queries, sinks = taken(queries, which), sinks.gather(0, which)
