@@ -25,6 +25,9 @@ from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
 KINDS = ("checks", "attend", "layer", "prefill")
+BYTES = 1 << 30
+"""Memory of the card for a process that checks."""
+MOST_WORKERS = 16
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,8 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="no new timing after this long")
     parser.add_argument("--only", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU")
-    most = max(1, (os.cpu_count() or 1) - 2)
-    parser.add_argument("--workers", type=int, default=most, help="processes that check at once")
+    parser.add_argument("--workers", type=int, help="processes that check at once")
     options = parser.parse_args(arguments)
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -44,13 +46,24 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.interpret and not torch.cuda.is_available():
         print("gpu_check: no CUDA device; --interpret runs this script on the CPU", file=sys.stderr)
         return 2
-    result = run(options.interpret, 60 * options.minutes, options.workers, options.only)
+    workers = options.workers or default_workers(options.interpret)
+    result = run(options.interpret, 60 * options.minutes, workers, options.only)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         name = "gpu_check_interpreted.json" if options.interpret else "gpu_check.json"
         (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     return 0 if result["correct"] else 1
+
+
+def default_workers(interpret: bool) -> int:
+    """Processes that check at once. Each needs a core, and its CUDA context memory of the card."""
+    import torch
+
+    most = len(os.sched_getaffinity(0)) - 2
+    if not interpret:
+        most = min(most, torch.cuda.mem_get_info()[0] // BYTES)
+    return max(1, min(most, MOST_WORKERS))
 
 
 def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KINDS) -> Row:

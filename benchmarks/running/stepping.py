@@ -7,7 +7,7 @@ Whatever else the machine does hits all of them within the same few milliseconds
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.running.engines import EngineSettings
@@ -29,10 +29,18 @@ class Step:
 
 
 class Arm:
-    """An engine in this process, with a clock around its steps and its attention."""
+    """An engine in this process, with a clock around its steps and its attention.
+
+    A step ends when the device has done its work, which all engines of the process share.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.engine = settings.start().llm_engine
+        arguments = {"async_scheduling": False, **settings.arguments}
+        self.engine = replace(settings, arguments=arguments).start().llm_engine
+        import torch  # not before the engine has set the number of its threads
+
+        on_card = torch.accelerator.is_available()
+        self._wait = torch.accelerator.synchronize if on_card else lambda: None
         self._attention = 0.0
         self._requests = itertools.count()
         self._generated = 0
@@ -42,11 +50,16 @@ class Arm:
                 if hasattr(layer.impl, name):
                     setattr(layer.impl, name, self._clocked(getattr(layer.impl, name)))
 
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was told to."""
+        self._wait()
+        return time.perf_counter()
+
     def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def clocked(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin = self._now()
             result = call(*args, **kwargs)
-            self._attention += time.perf_counter() - begin
+            self._attention += self._now() - begin
             return result
 
         return clocked
@@ -74,9 +87,9 @@ class Arm:
         return self._generated == 0
 
     def step(self) -> Step:
-        self._attention, begin = 0.0, time.perf_counter()
+        self._attention, begin = 0.0, self._now()
         outputs = self.engine.step()
-        total = time.perf_counter() - begin
+        total = self._now() - begin
         for output in outputs:
             self._generated = len(output.outputs[0].token_ids)
         return Step(total * 1e3, self._attention * 1e3)

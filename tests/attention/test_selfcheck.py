@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from transformers import GPTNeoXConfig
 
 from vllm_cascade.attention import selfcheck
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
@@ -34,6 +35,7 @@ from vllm_cascade.attention.torch import strides
 from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.kernels.triton import (
+    assign,
     attend,
     attend_tiles,
     attend_units,
@@ -73,6 +75,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sink": {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8},
     "units": {"name": "cascade", "num_subcaches": 2, "budget": 32, "num_sinks": 16,
               "prefill_stride": 16, "unit": 16},
+    "dgc": {"name": "dgc", "budget": 16, "global_size": 6, "num_sinks": 2, "prefill_stride": 8},
     "recall": {"name": "h2o", "budget": 16, "num_sinks": 4, "prefill_stride": 8, "unit": 4,
                "recall": 2, "recall_store": 24, "recall_every": 3, "recall_queries": 3},
 }  # fmt: skip
@@ -318,6 +321,8 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "score + word, 2 * value",
     ),
     ("units", attend_units, "_attend_units", "total * fade + mass", "total + mass"),
+    ("dgc", assign, "_assign", "== wanted", "== wanted + 1"),
+    ("dgc", assign, "_assign", "score + word, given_there", "score + word, -given_there"),
     ("units", tiles, "page_tile", "unit, 0) * UNIT", "unit, 0)"),
     ("window", attend, "_attend", "positions, tl.load(steps", "positions, 0 * tl.load(steps"),
     (
@@ -717,6 +722,14 @@ def test_kinds_of_layers(text: dict[str, Any], windows: list[int | None]) -> Non
     assert [(shape.window, shape.is_neox) for shape in shapes] == [
         (window, is_neox) for window in windows for is_neox in (True, False)
     ]
+
+
+def test_channels_that_rotate_are_those_of_the_model() -> None:
+    """Transformers keeps GPT-NeoX's share with its rope parameters only."""
+    text = vars(GPTNeoXConfig(rotary_pct=0.25)) | {"model_type": "gpt_neox"}
+    assert "partial_rotary_factor" not in text
+    shapes = certify.shapes_of(_config(64, False, **text))
+    assert [shape.rotary_dim for shape in shapes] == [16, 16]
 
 
 def test_latent_rows_are_checked() -> None:

@@ -4,9 +4,11 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +150,7 @@ def test_speeds_are_of_decoding_alone() -> None:
 
 
 def test_the_speed_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next engine waits until this one's process has ended."""
+    """The next engine waits until this one's process has ended; its time limit waits, too."""
     from benchmarks import gpu_engine
 
     given: list[dict[str, int]] = []
@@ -157,10 +159,18 @@ def test_the_speed_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         given.append(arguments)
         return lambda *_: 1.0
 
+    def flock(*arguments: int) -> None:
+        limits.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        lock(*arguments)
+
+    limits, lock = [], fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(gpu_engine, "stopwatch", stopwatch)
     turn = tmp_path / "turn"
     own = {"contexts": (32000,), "alone": (), "turn": str(turn)}
+    signal.setitimer(signal.ITIMER_REAL, 90)
     (row,) = gpu_engine.speed(None, "stock", "8B", False, 4, **own)
+    assert 80 < signal.setitimer(signal.ITIMER_REAL, 0)[0] < 90 and limits == [0]
     assert row["context"] == 32000 and given[0]["max_model_len"] == 32000 + 257
     with turn.open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,6 +248,69 @@ def test_processes_that_check_share_the_cores(monkeypatch: pytest.MonkeyPatch) -
         assert gpu_check.part_of_checks(True, 0, 1) == [{"threads": 1}]
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "workers"), [(192, 139, 16), (16, 139, 14), (16, 7.9, 7), (2, 139, 1)]
+)
+def test_processes_that_check_fit_on_the_machine(
+    cores: int, free_gib: float, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from benchmarks.gpu_check import default_workers
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * (1 << 30)), 1 << 40))
+    assert default_workers(interpret=False) == workers
+    assert default_workers(interpret=True) == max(1, min(cores - 2, 16))
+
+
+def test_dense_attention_is_timed_on_other_keys_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours are; the same keys again would be in the L2 cache, where one request's fit."""
+    import torch
+
+    from benchmarks.gpu import timings
+
+    keys: list[int] = []
+
+    def dense(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        keys.append(key.data_ptr())
+        return query
+
+    class OnCard(timings.Bench):
+        on_gpu = True
+
+        def replayed(self, call: Any) -> float:
+            for _ in range(16):
+                call()
+            return 1.0
+
+    card = SimpleNamespace(L2_cache_size=4096)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(timings, "SDPA", dense)
+    monkeypatch.setattr(timings.Layer, "attend", lambda *_: None)
+    bench = OnCard(torch.device("cpu"), float("inf"))
+    (row,) = timings.attend_rows(bench, timings.TINY, 1.0)
+    moved = 2 * 24 * 2 * 16 * 2  # requests, tokens, keys and values, channels, bytes
+    assert len(set(keys)) == -(-2 * 4096 // moved) == 3 and row["sdpa_ms"] == 1.0
+
+
+def test_engines_are_timed_after_all_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_engine
+
+    groups: list[list[str]] = []
+
+    def outcomes(_: object, jobs: list[dict[str, Any]], at_a_time: int) -> list[Any]:
+        groups.append([job["kind"] for job in jobs])
+        assert at_a_time == 2
+        return [(place, [{"equal": True}]) for place in range(len(jobs))]
+
+    monkeypatch.setattr(gpu_engine, "outcomes", outcomes)
+    monkeypatch.setattr(gpu_engine, "start", lambda: None)
+    arguments = ["--kinds", "speed", "drafts", "--policies", "cascade", "--at-once", "2"]
+    assert gpu_engine.main(arguments) == 0
+    assert groups == [["drafts"] * 4, ["speed"] * 2]
 
 
 def test_the_check_of_the_first_start_is_timed() -> None:

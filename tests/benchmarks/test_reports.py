@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import quick, throughput, token_time
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, mean_std, number, spread
 from benchmarks.running import stepping
+from benchmarks.running.engines import EngineSettings
 from benchmarks.running.environment import ROOT
 from benchmarks.throughput import (
     WARM_UP,
@@ -380,6 +383,37 @@ def test_token_time_refuses_what_says_nothing(option: list[str], capsys) -> None
     with pytest.raises(SystemExit):
         token_time.parse_args(option)
     assert "--" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_a_step_ends_with_the_devices_work(on_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one process share a card, which must not do one's work in another's step."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: on_card)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("wait"))
+    layer = SimpleNamespace(impl=SimpleNamespace(forward=lambda: done.append("attention")))
+
+    def step() -> list[Any]:
+        layer.impl.forward()
+        done.append("rest")
+        return []
+
+    compilation = SimpleNamespace(static_forward_context={"layer": layer})
+    config = SimpleNamespace(compilation_config=compilation)
+    worker = SimpleNamespace(worker=SimpleNamespace(vllm_config=config))
+    engine = SimpleNamespace(step=step, model_executor=SimpleNamespace(driver_worker=worker))
+    given: list[Any] = []
+
+    def start(settings: EngineSettings) -> Any:
+        given.append(settings.arguments)
+        return SimpleNamespace(llm_engine=engine)
+
+    monkeypatch.setattr(EngineSettings, "start", start)
+    found = stepping.Arm(EngineSettings(arguments={"seed": 1})).step()
+    wait = ["wait"] * on_card
+    assert done == [*wait, *wait, "attention", *wait, "rest", *wait]
+    assert given == [{"async_scheduling": False, "seed": 1}]
+    assert 0 < found.attention < found.total
 
 
 def test_the_policys_engines_exchange_roles() -> None:

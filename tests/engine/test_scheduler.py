@@ -200,7 +200,7 @@ def finish_step(scheduler: Any, output: Any, ends: dict[str, int] | None = None)
         sampled_token_ids=sampled,
     )
     saves = [one.id for one in getattr(output, "sessions", ()) if one.op == "save"]
-    result.kv_sessions = Report(saved=saves)  # noqa: B010: a field of ours
+    result.kv_sessions = Report(saved=saves)  # a field of ours
     scheduler.update_from_output(output, result)
 
 

@@ -61,7 +61,7 @@ SUSPECTS = {
         "step rows": "schedule",
         "positions": "schedule",
         "output": "attend, attend_units, merge or merge_scored",
-        "kept tokens": "insert",
+        "kept tokens": "insert or assign",
         "rows": "insert",
         "scores": "merge_scored, update, assign or insert",
         "bytes of another run": "attend, attend_units, merge, merge_scored, update or insert",
@@ -475,11 +475,9 @@ class Check:
         output, layer = self.shape.output_of(query), SimpleNamespace(layer_name="layer")
         empty = replace(last, table=torch.zeros_like(self.table))
         self._expect(last)
-        if self.recalls:
-            side.builder.requests.is_known = False  # rows of a capture are padding
+        side.builder.requests.is_known = False  # rows of a capture are padding
         metadata = side.plan(empty)
-        if self.recalls:
-            side.builder.requests.is_known = True
+        side.builder.requests.is_known = True
         metadata.waves[0].decode.table.copy_(torch.zeros_like(table))
 
         def forward() -> None:

@@ -187,6 +187,7 @@ class Side:
         self.pages: Pages = self.impl._pages
         config = SimpleNamespace(scheduler_config=limits)
         self.builder = builder(spec, ["layer"], config, device)
+        self.builder.requests = Named()
         self.others = None
         if spec.window is not None:
             self.others = builder(full, ["other"], config, device)
@@ -213,7 +214,6 @@ class Side:
         memory = backend.count_stores(units, spec.schedule, 1 << 40, limits, False)
         stores = self.builder.stores = backend.make_stores(units, memory, self.device)
         self.impl.recall_from(stores, 0, policy.recall_queries)
-        self.builder.requests = Named()
         self.units = opened(stores, (1, 1 + (len(self.pool) - 1) // 2), self.impl.recall)
 
     def plan(self, step: Step) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -15,6 +16,7 @@ from vllm_cascade.attention.cpu.builder import CPUMetadata
 from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.kernels.columns import BEGIN, END, HOW, JUDGED, RING
+from vllm_cascade.policies.random import BITS, drawn
 from vllm_cascade.recall.log import Log, Part
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.recall.stores import Stores, UnitStores
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Named(Requests):
-    """Rows of two requests that never change."""
+    """Rows of two requests that never change. Host scores are drawn, as there is no text."""
 
     NAMES = ("a", "b")
 
@@ -35,6 +37,12 @@ class Named(Requests):
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         return list(self.NAMES[: common.num_reqs]) if self.is_known else []
+
+    def token_scores(
+        self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
+    ) -> np.ndarray:
+        # 16 bits, so that a unit's sum is exact in fp32 in every order.
+        return drawn(0, begin - lag, end - lag) // (1 << BITS - 16)
 
 
 class Units(NamedTuple):

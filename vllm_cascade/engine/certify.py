@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.transformers_utils.config import iter_rope_parameters
 
 from vllm_cascade.attention.selfcheck import Check, Mismatch, Row
 from vllm_cascade.attention.selfcheck_layer import LayerShape
@@ -87,7 +88,8 @@ def shape_of(config: VllmConfig) -> LayerShape:
     heads = model.get_num_attention_heads(parallel)
     hf = model.hf_text_config
     slopes = tuple(2.0 ** (-8 * (i + 1) / heads) for i in range(heads))
-    partial = getattr(hf, "partial_rotary_factor", None) or 1.0
+    ropes = [vars(hf), *iter_rope_parameters(hf)]
+    partial = next(filter(None, (rope.get("partial_rotary_factor") for rope in ropes)), 1.0)
     head_size = model.get_head_size()
     turning = int(head_size * partial) // 2 * 2
     cache_dtype = config.cache_config.cache_dtype
