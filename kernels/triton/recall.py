@@ -158,7 +158,7 @@ def _joined(sums, rows, asks, spans, SPANS: tl.constexpr, PARTS: tl.constexpr):
     return top + tl.log(total)
 
 
-@triton.jit(do_not_specialize_on_alignment=["evidence"])  # that of some rows of it
+@triton.jit(do_not_specialize_on_alignment=["evidence"])  # by row
 def _weigh(
     of_units,
     sums,

@@ -85,7 +85,7 @@ def _least_taken(evidence, number, now, TILE: tl.constexpr):
     return least, larger
 
 
-@triton.jit(do_not_specialize_on_alignment=["stored_born", "stored_token"])  # of some layers
+@triton.jit(do_not_specialize_on_alignment=["stored_born", "stored_token"])  # by layer
 def _choose(
     evidence,
     stored_born,

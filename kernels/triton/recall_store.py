@@ -297,7 +297,7 @@ def _store_coded(
 
 @triton.jit(
     do_not_specialize=["columns_stride"],
-    do_not_specialize_on_alignment=["key_scales", "stored_born", "stored_token"],  # of some layers
+    do_not_specialize_on_alignment=["key_scales", "stored_born", "stored_token"],  # by layer
 )
 def _store_units(
     key,

@@ -374,6 +374,28 @@ def test_nothing_is_compiled_for_recall_after_the_warm_up(
     everything_is_warm(Served(RECALLING[name], pages=pages), variants)
 
 
+@pytest.mark.parametrize("name", ["sink", "cascade"])
+def test_nothing_is_compiled_for_recall_in_another_layer(
+    name: str, variants: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer is warmed up for all. With 5 stores of 19 units, a store's numbers of units begin
+    at a multiple of 16 bytes in the first layer only."""
+    served = Served({**RECALLING[name], "recall_store": 16 * 19})
+    layer, names = served.layer, served.rings.rings
+    served.rings = rings = rings_of(layer, 5)
+    rings.rings = names
+    assert rings.born[0].data_ptr() % 16 == 0 != rings.born[1].data_ptr() % 16
+    queries, plain = layer.policy.recall_queries, warm_up
+
+    def in_the_first_layer(*arguments: Any) -> None:
+        layer.impl.recall_from(rings, 0, queries)
+        plain(*arguments)
+        layer.impl.recall_from(rings, 1, queries)
+
+    monkeypatch.setitem(globals(), "warm_up", in_the_first_layer)
+    everything_is_warm(served, variants)
+
+
 @pytest.mark.parametrize("shape", [LATENT, IN_8_BITS], ids=["latent", "8 bits"])
 def test_nothing_is_compiled_for_recall_of_other_rows_after_the_warm_up(
     shape: Shape, variants: set[Variant]
