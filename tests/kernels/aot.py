@@ -210,6 +210,7 @@ OTHER_SHAPES = (
     Shape(window=8192, chunked=True, group=5, block_size=63, **_UNSCORED),
     Shape(keep_logits=False),
     Shape(head_size=256, keep_logits=False),
+    Shape(keep_logits=False, salted=True),
     Shape(head_size=256, group=16, num_heads=2),
     Shape(head_size=256, block_size=8, pages=128),
     Shape(head_size=512, num_heads=4),

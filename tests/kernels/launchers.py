@@ -58,6 +58,7 @@ class Shape:
     chunked: bool = False
     reduction: str = "mean"
     keep_logits: bool = True
+    salted: bool = False
     token: bool = False
     batch: int = 64
     splits: int = 2
@@ -96,6 +97,7 @@ class Shape:
         words += [self.reduction] if self.reduction != "mean" else []
         words += [] if self.rotary or self.alibi else ["no rotation"]
         words += [] if self.keep_logits else ["no scores"]
+        words += ["drawn scores"] if self.salted else []
         return ", ".join(words)
 
     @property
@@ -165,6 +167,7 @@ class Layer:
         self.query = _meta(shape.batch, queries, size, dtype=shape.dtype)
         self.key = _meta(shape.batch, heads, size, dtype=shape.dtype)
         self.value = shape.value_of(self.key)
+        self.salts = _meta(sets, dtype=i32) if shape.salted else None
         self.sets, self.queries = sets, queries
 
     def decode(self) -> None:
@@ -215,7 +218,7 @@ class Layer:
             merge_scored(**found, **left, **scored, **how)
             update(**left, lse=lse, **scored, **how)  # tensor-parallel ranks merge first
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assignment = Assignment(self.rank, self.score, shape.unit)
+        assignment = Assignment(self.rank, self.score, shape.unit, self.salts)
         assignment(given, ranks, self.table, self.steps)
         insert(
             key=self.key,
@@ -341,7 +344,7 @@ class Layer:
         shape = self.shape
         turning = {"rotation": self.rotation, "interleaved": shape.interleaved}
         layer = CachedLayer(**words, **turning, **self.rows, dtype=shape.dtype)
-        return StrideInsertion(layer, shape.reduction)
+        return StrideInsertion(layer, shape.reduction, self.salts)
 
     def recall(self, asking: int = 1) -> None:
         """Choose and store: of single tokens, or of strides of which so many tokens ask."""
@@ -397,7 +400,7 @@ class Layer:
             notes=_meta(shape.batch, self.sets, 8, NUMBER_ROWS, width, dtype=i32),
             values=_meta(shape.batch, self.sets, 8, VALUE_ROWS, width, dtype=torch.float32),
         )
-        keep = StrideChoice(own["token"], shape.unit, shape.reduction)(strides)
+        keep = StrideChoice(own["token"], shape.unit, shape.reduction, self.salts)(strides)
         value = shape.value_of(key)
         store_units(keep=keep, ranks=None, key=key, value=value, **store)
         self._insertion(own)(Tokens(query=None, key=key, value=value), strides)

@@ -137,6 +137,15 @@ def test_head_sizes(size: int) -> None:
     check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90))
 
 
+@pytest.mark.parametrize("unit", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernel", ["insert_strides", pytest.param("assign", marks=pytest.mark.slow)]
+)
+def test_drawn_scores(kernel: str, unit: int) -> None:
+    shape = f'[Shape(salted=True, keep_logits=False, unit={unit}, only="{kernel}")]'
+    check(compiled(shape, 90), {kernel})
+
+
 def test_units() -> None:
     check(compiled("[Shape(unit=16)]", 90), IN_UNITS)
 
