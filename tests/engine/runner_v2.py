@@ -148,6 +148,8 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
             "runner": "V2" if worker.use_v2_model_runner else "V1",
             "hits": dict(chats.index_of(llm).counters.hits),
             "reused": scheduler.snapshot_counters.hits,
+            "beside": beside_another(llm),
+            "misses": dict(chats.index_of(llm).counters.misses),
         }
         pool.close()
         llm = test_sessions.engine(pool, policy, folder, **settings)
@@ -158,6 +160,31 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
         found["answers"] = [*answers, last]
         pool.close()
     return found
+
+
+def beside_another(llm: LLM) -> tuple[int | None, int]:
+    """Tokens that a chat's second turn did not read, and those it has said before.
+
+    Another request decodes all the time, so that no step is without tokens.
+    """
+    from tests.engine import chats
+    from tests.engine.test_sessions_cuda import TOKENS
+
+    engine, history, known, cached = llm.llm_engine, TOKENS[1100:1150], 0, None
+    engine.add_request("long", {"prompt_token_ids": TOKENS[-40:]}, chats.params(900))
+    for name in ("first turn", "second turn"):
+        engine.add_request(name, {"prompt_token_ids": history}, chats.params(8))
+        ended: dict[str, Any] = {}
+        while name not in ended:
+            ended = {output.request_id: output for output in engine.step() if output.finished}
+            assert "long" not in ended
+        (answer,), known = ended[name].outputs, len(history)
+        history, cached = (
+            [*history, *answer.token_ids, *range(3, 20)],
+            ended[name].num_cached_tokens,
+        )
+    engine.abort_request(["long"])
+    return cached, known - 17
 
 
 def drafts(policy: dict[str, Any]) -> dict[str, Any]:

@@ -186,13 +186,15 @@ def test_drafts(name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path)
 
 @pytest.mark.parametrize("name", ["cascade", "recall"])
 def test_second_runner(name: str, engine_pool: EnginePool, tmp_path: Path, llama: Path) -> None:
-    """The order of copies of Model Runner V2, beside snapshots of prompts.
+    """The order of copies of Model Runner V2, beside snapshots of prompts and another request.
 
     The uninterrupted stream is the first runner's.
     """
     found = run(CASES[name], "sessions")
     assert found["runner"] == "V2"
     assert found["hits"] == {"memory": TURNS - 2, "disk": 1} and found["reused"] > 0, found
+    cached, known = found["beside"]
+    assert cached == known - 1 and "slow" not in found["misses"], found
     truth = uninterrupted(start(engine_pool, name, tmp_path, llama), TOKENS, TURNS)
     for (ids, logprobs), (wanted, own) in zip(found["answers"], truth, strict=True):
         assert ids == wanted
