@@ -8,6 +8,7 @@ around explicit token lists (tests/oracle/streamed.py).
 
 import math
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -24,8 +25,8 @@ from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode, kept_sets
-from tests.oracle import full_attention
 from tests.oracle.families import FAMILIES, WINDOW, Family, run_family, write_family
+from vllm_cascade.models.probe import BY_TRANSFORMERS
 from vllm_cascade.policies.settings import KVPolicyError
 
 Case = tuple[str, str, dict[str, str]]
@@ -43,7 +44,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 UNSURE = -0.2
 """Mean log-probability of generated tokens, at most, where they depend on what is attended to. A
 model that is certain of its next token says the same with any cache."""
-BY_TRANSFORMERS = ("olmo3", "smollm3", *full_attention.BY_TRANSFORMERS)
 FAST = [
     ("gemma3", "cascade", {}),
     ("gpt-oss", "cascade-heads", {}),
@@ -77,7 +77,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def model_of(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     def folder(family: str) -> Path:
         if family not in written:
-            written[family] = write_family(tmp_path_factory.mktemp(family), FAMILIES[family])
+            path = tmp_path_factory.mktemp(family)
+            written[family] = apart(write_family, path, FAMILIES[family])
         return written[family]
 
     return folder
@@ -101,12 +102,15 @@ def random_tokens(seed: int, num: int) -> list[int]:
     return np.random.default_rng(seed).integers(1, 500, num).tolist()
 
 
-def apart(by_transformers: bool) -> Callable[..., Any]:
-    """Calls a function, in another process where vLLM has changed transformers' classes here."""
-    if not by_transformers:
-        return lambda function, *args: function(*args)
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that uses transformers' models.
 
-    return lambda function, *args: other_process().submit(function, *args).result()
+    It runs in another process once vLLM has run a model by transformers in this one: vLLM changes
+    the model's class for good.
+    """
+    if BY_TRANSFORMERS not in sys.modules:
+        return function(*arguments)
+    return other_process().submit(function, *arguments).result()
 
 
 @cache
@@ -172,9 +176,7 @@ def check(
     error, grown = compare(
         llm,
         name,
-        lambda tokens: apart(name in BY_TRANSFORMERS)(
-            run_family, path, family, tokens, prompt_len, policy
-        ),
+        lambda tokens: apart(run_family, path, family, tokens, prompt_len, policy),
         prompt_len=prompt_len,
         kept_at_most=max(policy["budget"] + 8 + policy.get("unit", 1) - 1, WINDOW),
     )

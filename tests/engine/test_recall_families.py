@@ -21,7 +21,6 @@ from tests.engine.stored_rows import StoredRows
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_batching import ForceTokens
 from tests.engine.test_families import (
-    BY_TRANSFORMERS,
     apart,
     cases,
     check_company,
@@ -133,8 +132,7 @@ def test_windows(
     llm = engine(engine_pool, path, settings, env, logits_processors=[ForceTokens])
 
     def truth_of(tokens: list[int], kept: dict[int, Any]) -> Any:
-        run = apart(family in BY_TRANSFORMERS)
-        return run(run_family, path, FAMILIES[family], tokens, PROMPT, settings, kept)
+        return apart(run_family, path, FAMILIES[family], tokens, PROMPT, settings, kept)
 
     compare(llm, family, truth_of, settings, native=not env)
     check_company(llm, settings["prefill_stride"])
