@@ -11,8 +11,9 @@ import pytest
 import torch
 import vllm
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cohere2Config, LlamaConfig
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from tests.cache.test_positions import Layer, block, rope
 from tests.oracle.families import COMMON, FAMILIES, PLAIN
@@ -91,6 +92,18 @@ def test_only_the_first_dense_layers_of_cohere2_moe_rotate_without_a_window() ->
     without = [is_unrotated(config, index, windowed=False) for index in range(4)]
     assert without == [False, False, True, True]
     assert not any(is_unrotated(config, index, windowed=True) for index in range(4))
+
+
+def test_eagle_heads_follow_the_rule_of_their_type() -> None:
+    """vLLM wraps their configuration, whose type it names "eagle"."""
+    kinds = ["sliding_attention", "full_attention"]
+    head = Cohere2Config(**{**COMMON, "num_hidden_layers": 2, "layer_types": kinds})
+    head.architectures = ["Cohere2ForCausalLM"]
+    wrapped = EAGLEConfig(head, model_type="eagle")
+    assert wrapped.model_type == "eagle" and wrapped.layer_types == kinds
+    assert [is_unrotated(wrapped, n, windowed=n == 0) for n in range(2)] == [False, True]
+    llama = EAGLEConfig(LlamaConfig(architectures=["LlamaForCausalLM"]), model_type="eagle")
+    assert not is_unrotated(llama, 0, windowed=False)
 
 
 def test_types_of_layers_without_rotary_parameters() -> None:

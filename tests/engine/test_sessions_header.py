@@ -13,15 +13,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, UniformTypeKVCacheSpecs
 
 from tests.conftest import MODEL
 from tests.oracle.random_models import write_llama
 from tests.sessions.test_files import ENGINE, SHAPE, header_of, pin, pools, session, tensors
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine import session_header, sessions
 from vllm_cascade.engine.session_header import (
     SAMPLE_BYTES,
+    digest,
     engine_header,
+    layout_of,
     policy_settings,
     weights_of,
 )
@@ -48,7 +53,7 @@ def started(
     settings = {"memory_bytes": 10**6, "disk_bytes": 10**6, **bounds}
     made.index = SessionIndex(**settings, header=ENGINE)
     made.folder, made._foreign = Folder(folder), {}
-    made._keeper, made._foreign_units = ThreadPoolExecutor(1), Counter()
+    made._keeper, made._listed = ThreadPoolExecutor(1), Counter()
     made._names = NamesWriter(made.index, made.folder)
     made.folder.open()
     made._scan(made.folder, made._names)
@@ -143,6 +148,49 @@ def test_other_engines_sessions_count_and_leave_first(
     assert index.used["disk"] == 300 and index.held["disk"] == 3
     assert index.counters.lost == {"foreign": 3, "evicted": 2}
     made._keeper.shutdown()
+
+
+@pytest.mark.parametrize("other", ["own", "unreadable"])
+def test_units_that_another_session_lists_stay(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them it would count as damaged. A file that cannot be read may list any."""
+    listed = [["aa.0of1.units", write(tmp_path / "aa.0of1.units", {}, tensors())]]
+    pieces = json.dumps(listed)
+    put(tmp_path, 0, 10.0, vllm="old", pieces=pieces)
+    kept = put(tmp_path, 1, 20.0, pieces=pieces)
+    if other == "unreadable":
+        plain = files.read_header
+
+        def broken(path: Path) -> Any:
+            if path.name.startswith(kept.id):
+                raise files.Unusable("io", "Input/output error")
+            return plain(path)
+
+        monkeypatch.setattr(files, "read_header", broken)
+    made, _ = started(tmp_path, monkeypatch, disk_bytes=250)
+    made.index.keep("c", [1], 100, pages=(1,), now=30)
+    made.index.keep("c", [2], 100, pages=(1,), now=30)
+    made.take_commands()
+    made._keeper.submit(lambda: None).result(30)
+    assert not made._foreign and (tmp_path / "aa.0of1.units").exists()
+    made._keeper.shutdown()
+
+
+@pytest.mark.parametrize("row_scales", [True, False])
+def test_sessions_with_other_drafts_are_foreign(row_scales: bool) -> None:
+    """Where drafts' words move the scales of rows, within pages of the same size."""
+    policy = resolve({"name": "sink", "budget": 128, "unit": 16}, block_size=16)
+    mode = KVQuantMode.INT8_PER_TOKEN_HEAD if row_scales else KVQuantMode.NONE
+    rows = {"dtype": torch.int8 if row_scales else torch.float16, "kv_quant_mode": mode}
+    full = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=64, **rows)
+    specs = [KVPolicySpec.from_full(full, policy, drafts) for drafts in (0, 4)]
+    assert specs[0].page_size_bytes == specs[1].page_size_bytes
+    assert len({digest(layout_of(spec)) for spec in specs}) == 1 + row_scales
+    together = [
+        UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec}) for spec in specs
+    ]
+    assert len({digest(layout_of(spec)) for spec in together}) == 1 + row_scales
 
 
 @pytest.mark.parametrize(

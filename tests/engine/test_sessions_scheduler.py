@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -27,7 +28,10 @@ from vllm_cascade.engine.admission import check_session
 from vllm_cascade.engine.scheduler import KVPolicyScheduler
 from vllm_cascade.engine.session_header import policy_settings
 from vllm_cascade.engine.session_metrics import LOST, MISSES
+from vllm_cascade.engine.sessions import SchedulerSessions
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.sessions import session
 from vllm_cascade.sessions.folder import Folder
 from vllm_cascade.sessions.session import Report
@@ -655,3 +659,16 @@ def test_a_session_that_a_lost_snapshot_covered_is_found_again() -> None:
     assert [command.op for command in output.sessions] == ["restore"]
     assert index.counters.hits == {"memory": 1} and not scheduler.snapshot_counters.hits
     scheduler.shutdown()
+
+
+def test_a_request_without_recall_has_no_evicted_units() -> None:
+    """Its session is its pages, also in an engine whose other requests recall."""
+    settings = {"name": "sink", "budget": 64, "unit": 16, "prefill_stride": 16, "recall": 2}
+    engine = compiled(resolve({**settings, "recall_store": 640}, block_size=16))
+    made: Any = SchedulerSessions.__new__(SchedulerSessions)
+    made._page_bytes, made._chunk_bytes = 1000, 7
+    with_recall = made._state_bytes(engine, 5000, 6)
+    assert with_recall > 6000
+    without = PerRequest(engine).schedule({"kv_recall": 0})
+    assert without.evicted(np.asarray(5000)) > 300
+    assert made._state_bytes(without, 5000, 6) == 6000

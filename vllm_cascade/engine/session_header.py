@@ -11,7 +11,7 @@ from typing import Any
 import vllm
 from vllm.config import ModelConfig, VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 import vllm_cascade
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -166,6 +166,15 @@ def _drafting_of(config: VllmConfig) -> list[Any]:
     return [drafts.method, _plain(model.hf_config.to_dict()), weights, str(model.dtype)]
 
 
+def layout_of(spec: KVCacheSpec) -> list[Any]:
+    """What the pages of a group of layers depend on, also where each layer has a spec."""
+    inner = getattr(spec, "kv_cache_specs", {})
+    own = {key: str(getattr(spec, key, None)) for key in LAYOUT}
+    if isinstance(spec, KVPolicySpec) and spec.kv_quant_mode.is_per_token_head:
+        own["drafts"] = str(spec.drafts)  # their words lie before the rows' scales
+    return [type(spec).__name__, own, *(layout_of(inner[name]) for name in sorted(inner))]
+
+
 def engine_header(
     config: VllmConfig, caches: KVCacheConfig, tables: dict[str, str] | None = None
 ) -> dict[str, str]:
@@ -178,11 +187,7 @@ def engine_header(
     parallel = config.parallel_config
     assert policy is not None
     layout = [
-        [
-            sorted(group.layer_names),
-            type(group.kv_cache_spec).__name__,
-            {key: str(getattr(group.kv_cache_spec, key, None)) for key in LAYOUT},
-        ]
+        [sorted(group.layer_names), layout_of(group.kv_cache_spec)]
         for group in caches.kv_cache_groups
     ]
     return {

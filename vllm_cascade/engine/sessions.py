@@ -139,7 +139,9 @@ class SchedulerSessions:
         self.folder = None if path is None else Folder(path)
         self._keeper = started(1, "kv-sessions-folder")
         self._foreign: dict[str, Entry] = {}  # other engines' sessions in the folder, by id
-        self._foreign_units: Counter[str] = Counter()  # how many of them list each file
+        self._listed: Counter[str] = (
+            Counter()
+        )  # earlier servers' sessions that list a file of units
         self._names: NamesWriter | None = None
         if self.folder is not None:
             self.folder.open()
@@ -167,7 +169,7 @@ class SchedulerSessions:
     def _state_bytes(self, schedule: Schedule, num_tokens: int, num_pages: int) -> int:
         """Most bytes of a state after ``num_tokens`` tokens, its evicted units included."""
         pages = num_pages * self._page_bytes
-        if not self._chunk_bytes:
+        if not self._chunk_bytes or not schedule.policy.recall:
             return pages
         stored = schedule.policy.recall_store // schedule.unit
         units = min(int(schedule.evicted(np.asarray(num_tokens))), stored)
@@ -203,9 +205,12 @@ class SchedulerSessions:
             own = names.get(entry.id, ())
             if entry.files not in taken or not self.index.adopt(session, own):
                 folder.remove(entry.files)
-            elif differs[entry.id] is not None:  # workers know the files of the others
+                continue
+            self._listed.update(name for name, _ in entry.pieces)
+            if differs[entry.id] is not None:  # workers know the files of the others
                 self._foreign[entry.id] = entry
-                self._foreign_units.update(name for name, _ in entry.pieces)
+        if unread:  # these may list any of them
+            self._listed.update(list(self._listed))
         self.index.bound_pins()
         folder.remove_unused()
         self._say_foreign(folder, Counter(filter(None, differs.values())))
@@ -518,8 +523,8 @@ class SchedulerSessions:
         assert self.folder is not None
         for gone in map(self._foreign.pop, ids):
             units = [name for name, _ in gone.pieces]
-            self._foreign_units.subtract(units)
-            unused = [name for name in units if not self._foreign_units[name]]
+            self._listed.subtract(units)
+            unused = [name for name in units if not self._listed[name]]
             with suppress(OSError):  # the folder may have become read-only
                 self.folder.remove([*gone.files, *unused])
 

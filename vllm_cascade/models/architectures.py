@@ -184,8 +184,12 @@ def may_be_unrotated(config: Any) -> bool:
 
 
 def is_unrotated(config: Any, index: int, windowed: bool) -> bool:
-    """Whether the model's rule makes this layer NoPE."""
-    rule = UNROTATED.get(_kind(config))
+    """Whether the model's rule makes this layer NoPE.
+
+    vLLM wraps the configuration of an EAGLE head, whose layers follow the rule of its own type.
+    """
+    inner = config.model if _kind(config) == "eagle" else config
+    rule = UNROTATED.get(_kind(inner))
     return rule is not None and rule(config, index, windowed)
 
 
