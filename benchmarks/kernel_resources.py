@@ -54,14 +54,14 @@ ABOUT_RESOURCES = """
 
 Over the bus between host and device, by the shapes of what is copied, for all layers of a model
 with 32 layers, 8 KV heads of 128 channels in 16 bits and units of 16: a request that decodes stores
-a unit every 16 tokens, and with `recall: 8` reads at most 8 at a choice, every 16 tokens by
+a unit every 16 tokens, and with `recall: 8` reads at most 8 at a choice, every 4 tokens by
 default; units that stay are not read again.
 
 | what | KiB a unit, or a choice | KiB a decoded token |
 |---|---|---|
 | a unit stored | 2,048 | 128 |
-| recalled, 1 of 8 exchanged | 2,048 | 128 |
-| all 8 exchanged | 16,384 | 1,024 |
+| recalled, 1 of 8 exchanged | 2,048 | 512 |
+| all 8 exchanged | 16,384 | 4,096 |
 
 ## All kernels
 

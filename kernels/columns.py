@@ -63,7 +63,7 @@ END = 5
 STORED = 6
 """Units that the stride evicts; they are numbered from END."""
 SINKS = 7
-"""Units before the recalled ones, with half of NOW also those before where keys are judged."""
+"""Units before the recalled ones. Keys are judged at unit SINKS + NOW // 2."""
 MORE_RECALLED = 8
 """Additional units recalled after the stride's own evictions."""
 RECALL_COLUMNS = 12

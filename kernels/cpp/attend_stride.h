@@ -32,7 +32,7 @@ namespace {
 constexpr int64_t LOGITS = 1 << 16;  // fp32 logits per tile and thread: a quarter of an L2 cache
 constexpr int64_t DEPTH = 128;       // keys whose values stay in L1 over a tile's rows
 constexpr int64_t MASSES = 1 << 22;  // fp32 sums of all heads' runs: 16 MiB, more for `RUNS` of them
-constexpr int64_t RUNS = 512;        // of all heads, so that many threads are done about together
+constexpr int64_t RUNS = 512;        // of all heads: enough for threads to finish together
 
 // The cache and the stride as dense matrices: cached tokens in slot order, then new ones. A number
 // holds `DEPTHS` channels of a key, or one channel of `DEPTHS` tokens' values.

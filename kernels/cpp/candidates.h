@@ -8,8 +8,8 @@
 // text, a weight above one half selects better (SPREAD).
 //
 // A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
-// a panel's largest probability is known. The candidates lie in the panels in which it is largest, as
-// many as there are candidates. Only these panels' logits are needed again. Those of a stride's queries
+// a panel's largest probability is known. All candidates lie in the panels where it is largest, at most
+// one panel per candidate. Only these panels' logits are needed again. Those of a stride's queries
 // take about as much memory as the centres, and are computed again; those of single tokens are kept.
 #pragma once
 

@@ -240,8 +240,8 @@ def _attend_units(
 
 
 def units_launcher(dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
-    """Launches the kernel in one layer, of whose arguments ``fixed`` are the others that are
-    ``attend.DecodeAttention``'s."""
+    """Create one layer's launcher; ``fixed``: the other constant arguments, as
+    ``attend.DecodeAttention`` passes them."""
     config = units_config(dtype, fixed["HEAD"], group)
     return Launcher(
         _attend_units,

@@ -142,7 +142,7 @@ def _from_chunk(
     CODE: tl.constexpr,
     OF_ROWS: tl.constexpr,
 ):
-    """Gather tokens of the chunk by their ``index`` in it; of codes, what pages will say."""
+    """Gather the chunk's tokens by ``index``; in 8-bit caches, rounded as pages will be."""
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     token_at = first_token + index
     written_at = tl.load(positions + token_at, mask=seen, other=0).to(tl.int32)

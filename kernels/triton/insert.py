@@ -119,7 +119,7 @@ def _thin_cells(
 ):
     """Delete all but one token of every cell of ``[lo, hi)``; higher ranks keep their values.
 
-    It uses its own, smaller tile: combs are rare, and a large tile would cost every step registers.
+    It uses its own, smaller tile: cells are rare, and a large tile would cost every step registers.
     """
     if cell > 0:
         for first in range(0, slots, TILE):

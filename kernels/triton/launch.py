@@ -70,7 +70,7 @@ def between(function: Callable[..., None], *given: Any) -> None:
 
 
 def note(function: Callable[..., None], *given: Any) -> None:
-    """Note what other layers do where this one has done the same otherwise."""
+    """Note a call that only the layers that repeat this one's launches make."""
     if _notes is not None:
         _notes.append(Between(function, given))
 

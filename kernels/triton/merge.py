@@ -219,12 +219,12 @@ def _merge_scored(
 
 
 class Merge:
-    """Joins the parts of ``attend.DecodeAttention``, and a head's learned logit of nothing.
+    """Joins the parts of ``attend.DecodeAttention``, and adds a head's learned sink.
 
     Args:
         num_queries: query heads.
         value_size: channels of values.
-        sinks: fp32 ``[Hq]``, learned logits of nothing, or None.
+        sinks: fp32 ``[Hq]``, learned sink logits, or None.
     """
 
     def __init__(self, num_queries: int, value_size: int, sinks: torch.Tensor | None) -> None:
@@ -233,7 +233,7 @@ class Merge:
         self._launch = Launcher(_merge, **own, num_warps=merge_config(1, value_size).warps)
 
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
-        """Write rows of ``output`` and ``lse``; of padding rows zeros, and anything."""
+        """Write ``output`` and ``lse``; in padding rows zeros, and undefined values."""
         self._launch(
             (singles.num_rows, self._num_queries, 1),
             (tokens.variant, singles.variant),

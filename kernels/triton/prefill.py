@@ -228,7 +228,7 @@ class StrideAttention:
     """Attention of strides in one layer, none of which begins inside a unit.
 
     Args:
-        sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
+        sinks: fp32 ``[H * G]``, learned sink logits, or None.
         split: splits attention over keys.
         window: tokens that a query sees, its own included; None: all.
         chunked: whether a query sees its own chunk of ``window`` ranks instead.

@@ -48,7 +48,7 @@ def _hand_on(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Give units that go on with the text of the one before ``NEXT`` of its evidence, at least."""
+    """Raise a unit that continues the previous one's text to at least ``NEXT`` of its evidence."""
     tiles = tl.cdiv(number, TILE)
     for done in range(tiles):  # the last one first: what is handed on is not handed on again
         unit = (tiles - 1 - done) * TILE + tl.arange(0, TILE)
@@ -85,7 +85,7 @@ def _least_taken(evidence, number, now, TILE: tl.constexpr):
     return least, larger
 
 
-@triton.jit(do_not_specialize_on_alignment=["stored_born", "stored_token"])  # by layer
+@triton.jit(do_not_specialize_on_alignment=["stored_born", "stored_token"])  # varies by layer
 def _choose(
     evidence,
     stored_born,
@@ -111,7 +111,7 @@ def _choose(
     LINE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Which units, in which slots: ranks, ``born`` and tokens; rows follow by ``moves``."""
+    """Select units and slots; write ranks, ``born``, tokens, and ``moves`` for the rows."""
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
     mine = row * tl.num_programs(1) + head_set

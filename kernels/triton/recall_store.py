@@ -213,7 +213,7 @@ def _store_plain(
 
 @triton.jit
 def _read(x, scale, CODE: tl.constexpr, NEW: tl.constexpr):
-    """Loaded codes in fp32, or what new numbers are once they are codes."""
+    """Decode codes to fp32, or round new numbers as their codes would be."""
     if NEW:
         x = as_stored(x.to(tl.float32), scale, CODE)
     else:
@@ -297,7 +297,7 @@ def _store_coded(
 
 @triton.jit(
     do_not_specialize=["columns_stride"],
-    do_not_specialize_on_alignment=["key_scales", "stored_born", "stored_token"],  # by layer
+    do_not_specialize_on_alignment=["key_scales", "stored_born", "stored_token"],  # varies by layer
 )
 def _store_units(
     key,

@@ -86,8 +86,8 @@ def ask(
     CODE: tl.constexpr,
     OF_ROWS: tl.constexpr,
 ):
-    """Queries as keys before rotation are judged by, in 8 bits: of tokens that are evenly spread
-    over a stride. And how much each attends to the sinks, ``attend_sinks``."""
+    """Rotate back and quantise the queries of a stride's evenly spaced tokens, and compute how
+    much each attends to the sinks (``attend_sinks``)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL

@@ -57,7 +57,7 @@ def _mass_of_slots(
 ):
     """``[n]``: probabilities of slots with ranks ``place`` (or units), reduced over heads.
 
-    Anything of slots without a rank.
+    Undefined for slots without a rank.
     """
     there = real[:, None] & inside[None, :]  # not those with a rank: that would be one more wait
     source = logits + head[:, None] * logits_stride + (slot * PARTS)[None, :]
@@ -283,12 +283,12 @@ def update(
 
 
 class HeadMasses:
-    """What ``update`` would make scores of, of one tensor-parallel rank's heads and one head set.
+    """Attention masses from one tensor-parallel rank's heads, for scores of one head set.
 
     Args:
         rank: a ``Pages`` view.
         num_queries: query heads of the rank.
-        reduction: ``mean`` or ``max``: ranks' results are put together by the same.
+        reduction: ``mean`` or ``max``, over these heads and then over ranks.
         unit: slots that share one rank and score.
     """
 
@@ -331,7 +331,7 @@ class HeadMasses:
 
 
 class MassScores:
-    """``update`` with what ``HeadMasses`` wrote, put together over all ranks.
+    """Updates scores from masses of ``HeadMasses``, reduced over all ranks.
 
     Args:
         rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.

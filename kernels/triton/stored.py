@@ -173,8 +173,8 @@ def wide(x, scale, CODE: tl.constexpr, new=None):
 
     Args:
         scale: of codes, ``[n]``, or None.
-        new: bool ``[n]``, rows that no page has yet; the others are what pages will say of them.
-            None: all are read from pages.
+        new: bool ``[n]``, rows to leave unquantised; the others are rounded as in pages. None: all
+            are codes from pages.
     """
     if CODE is None:
         x = x.to(tl.float32)
@@ -287,7 +287,7 @@ def encoded(x, scale, CODE: tl.constexpr):
 
 @triton.jit
 def as_stored(x, scale, CODE: tl.constexpr):
-    """What fp32 numbers are once they are codes, in steps of ``scale``."""
+    """fp32 numbers, encoded with ``scale`` and decoded again."""
     return widened(encoded(x, scale, CODE), CODE) * factor_of(scale, CODE)
 
 

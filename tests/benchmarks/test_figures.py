@@ -125,8 +125,8 @@ def recall() -> list[str]:
     ]
     return [
         *(f"| {num} | {row['a prompt token']} | {row['a token']} |" for num, row in costs),
-        "| mean of RULER at 4,096 tokens, a quarter attended, documents that nothing was developed "
-        "with | " + " | ".join(f"{one} %" for one in held_out),
+        "| mean of RULER at 4,096 tokens, a quarter attended, held-out documents | "
+        + " | ".join(f"{one} %" for one in held_out),
         f"| mean of RULER at 8,192 tokens, an eighth attended | {near} % | {full} % |",
         "| mean of RULER at 16,384 tokens, past the model's positions, a sixteenth attended | "
         f"{past} % | |",

@@ -91,7 +91,7 @@ SUSPECTS["drafts"] = SUSPECTS["decode"] | {
     "scores without drafts": "save_versions or undo",
 }
 CLOSE = 2e-3
-"""Relative difference of two units' evidence that rounding may not decide."""
+"""Relative difference of two units' evidence below which rounding may decide."""
 EVIDENCE = 6e-2
 """Largest error of evidence, relative to the most. Rounding may change a code of a query by 1."""
 SUSPECTS["mixed"] = {

@@ -318,7 +318,7 @@ class CUDA(Device):
     def memory_bytes(self) -> int:
         try:
             return int(current_platform.get_device_total_memory())
-        except import_pynvml().NVMLError:  # of GB10, whose memory is the host's, NVML tells nothing
+        except import_pynvml().NVMLError:  # GB10 shares the host's memory; NVML reports none
             return int(torch.cuda.get_device_properties(0).total_memory)
 
     def facts(self) -> dict[str, Any]:

@@ -18,8 +18,7 @@ Data-parallel engines that share a model's experts run it at the same time. So e
 drafting model equally often in a step: an engine with no token or request to run runs one padding
 token. In a step without drafts each runs it once.
 
-``proposers.py`` has the drafters of vLLM's first model runner, ``speculators.py`` those of its
-second.
+``proposers.py`` has the drafters of Model Runner V1, ``speculators.py`` those of V2.
 """
 
 from collections.abc import Callable, Sequence

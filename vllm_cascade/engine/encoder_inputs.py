@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder inputs (pictures, video, sound) for which the encoder has no room in a step.
+"""Encoder inputs (images, video, audio) for which the encoder has no room in a step.
 
 vLLM ends a chunk before such an input. Whether there is room depends on other requests, and a
 stride must not. So the scheduler aligns that end to a stride's end, or lets the request wait.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting models with bounded caches in vLLM's first model runner, whose drafters are proposers.
+"""Drafting models with bounded caches in Model Runner V1, whose drafters are proposers.
 
 On CUDA they use vLLM's graphs of the model's compiled parts, between which attention runs.
 """

@@ -217,7 +217,7 @@ class SchedulerSessions:
         self._say_small(folder)
 
     def _put_aside(self, folder: Folder, bad: Sequence[Bad]) -> None:
-        """Do with files that no session can be read from what their reasons ask for."""
+        """Remove, move aside or leave unreadable files, by their reasons."""
         for name, problem, reason in bad:
             self.index.counters.lost[reason] += 1
             if reason == "incomplete":  # a crash between two ranks' files: all that is left of one
@@ -258,7 +258,7 @@ class SchedulerSessions:
                 )
 
     def weights_changed(self) -> None:
-        """Note that the model's weights are others from now on, which are in no file."""
+        """Note that weights changed in memory, so that no weight file identifies them."""
         self.index.header["model"] = secrets.token_hex(16)
         self.index.version += 1
 
@@ -428,8 +428,8 @@ class SchedulerSessions:
     def prompt_stop(self, request: Request) -> int:
         """Tokens of the prompt state before a request's answer; 0: none is kept.
 
-        A prompt that goes on from an answer has that answer's thoughts, so it needs no prompt state
-        of its own: what leaves them out goes on from the one before that answer.
+        A prompt that continues an answer has its thoughts and keeps no prompt state of its own: a
+        prompt without them starts from the state before that answer.
         """
         name, arguments = request.request_id, _arguments(request)
         if not self._keeps_prompts or request.max_tokens < LEAST_DECODED:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting models with bounded caches in vLLM's second model runner, whose drafters are
-speculators.
+"""Drafting models with bounded caches in Model Runner V2, whose drafters are speculators.
 
 vLLM captures the passes of its speculators as CUDA graphs, with rows that are padded with rejected
 tokens. Rows of accepted tokens differ from step to step, so these passes run outside graphs.

@@ -188,7 +188,7 @@ class KVPolicyWorker(SessionWorker):
         self._read_weights()
 
     def _read_weights(self) -> None:
-        """Do with changed weights what is done with those that are loaded first."""
+        """Read from changed weights what was read after the first load."""
         self._move_key_weights()
         layers = self._all_layers()
         owners = owners_of(layers)
@@ -348,7 +348,7 @@ class KVPolicyWorker(SessionWorker):
             layer.impl.keep_drafts(most_requests)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Let the second model runner serve vLLM's own requests, whose drafts end unanswered."""
+        """Run vLLM's warm-up; Model Runner V2's has drafts that nothing accepts or rejects."""
         for drafts in self._all_drafts():
             drafts.warming_up = True
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules that were asked for before, within bounds: clients choose how many there are.
+"""A bounded LRU cache of schedules: clients choose how many there are.
 
 With ``keep_prompt`` each length of a short prompt has its own, and some have a million rows.
 """
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 MAX_SCHEDULES = 512
 """Most schedules that are remembered."""
 MAX_ROWS = 1 << 21
-"""Most rows of all of them; the one that was asked for last may have more."""
+"""Most rows of all of them; the latest one alone may have more."""
 
 
 class HasRows(Protocol):
@@ -29,7 +29,7 @@ Made = TypeVar("Made", bound=HasRows)
 
 
 class Remembered(Generic[Made]):
-    """What was made, by key. What was not asked for in a long time is forgotten."""
+    """An LRU cache, bounded by entries and by table rows."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Hashable, Made] = OrderedDict()  # least recently used first
@@ -39,7 +39,7 @@ class Remembered(Generic[Made]):
         return len(self._found)
 
     def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What was made for a key, or is made now."""
+        """The entry of a key, made if it is missing."""
         with self._lock:
             if key in self._found:
                 self._found.move_to_end(key)

@@ -81,8 +81,8 @@ class EngineDefault:
 
 
 RECALL_DEFAULT = EngineDefault(f"{DEFAULT_RECALL} on CPUs, if it fits; otherwise 0")
-UNIT_DEFAULT = EngineDefault(f"1, with recall {RECALL_UNIT}")
-SINKS_DEFAULT = EngineDefault("4, with units one unit")
+UNIT_DEFAULT = EngineDefault(f"1, or {RECALL_UNIT} with recall")
+SINKS_DEFAULT = EngineDefault("4, or 1 unit if unit > 1")
 
 
 class KVPolicyError(ValueError):
@@ -104,7 +104,7 @@ class Given(dict[str, Any]):
         names: the user's names of keys, such as ``--kv-budget`` for ``budget``.
         template: makes the name of any other key.
         measured: values of settings that were not given and depend on the machine's free memory.
-            They are no items: vLLM's key of compiled models is a hash of the items, and would
+            Kept apart: vLLM hashes the items into its key of compiled models, which would
             differ at every start.
     """
 
@@ -322,7 +322,7 @@ class KVPolicyConfig(BaseModel):
         return self
 
     def check_rows(self) -> None:
-        """Bound the table of rules before it is built: it has a row for each unit of these.
+        """Bound the table of rules, which has a row per unit of sinks, budget, overflow and recall.
 
         Raises:
             Misfit: names the setting that takes the most rows.

@@ -15,7 +15,7 @@ from vllm_cascade.sessions.folder import Bad, Entry, Folder
 from vllm_cascade.sessions.settings import ENGINE_FOLDER
 
 LEAST_PREFIX = 8
-"""First letters of an id that are enough; of fewer, one mistyped letter may be another's."""
+"""Fewest letters of an id that name a session; of fewer, a typo may name another."""
 
 
 def run(path: Path, action: str, names: list[str]) -> None:

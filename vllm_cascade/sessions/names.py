@@ -14,7 +14,7 @@ from vllm_cascade.sessions.index import SessionIndex
 from vllm_cascade.sessions.threads import started, submit
 
 PAUSE_SECONDS, PAUSES = 1.0, 9
-"""Least time between two writes, and how many times as long as a write that is at least."""
+"""Least pause between writes: in seconds, and as a multiple of the last write's time."""
 
 
 class NamesWriter:

@@ -24,8 +24,8 @@ class Singles:
 
     Attributes:
         steps: int32 ``[B, STEP_COLUMNS]``.
-        table: int32 ``[B, P]`` block numbers, as many as the request with most has; what stands
-            behind a request's own means nothing.
+        table: int32 ``[B, P]`` block numbers, as many as the request with most has; entries
+            after a request's own are undefined.
         rules: int32 ``[n, 4]``, the table that ``MORE`` points into.
         shift: int32 ``[B]`` (``StrideRows``).
         moved: whether any key may have left the position it was written at.
@@ -92,7 +92,7 @@ class Stride:
         logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
         given: fp32 ``[T]``, scores by the host; None where it gives none.
         recalled: units among the cached ones that were recalled; they stand after the sinks.
-        recalls_more: so many more will be, when the stride's own evictions are done.
+        recalls_more: units recalled in addition after the stride's own evictions.
         recall: what it does with evicted units; None: nothing.
         kept: scratch that the first layer computes and all layers share.
     """

@@ -115,7 +115,7 @@ class DraftingRequests(Requests):
 
 
 class RunnerV1Requests(RunnerRequests):
-    """The rows of vLLM's first model runner, the only one on CPUs."""
+    """The rows of Model Runner V1, the only one on CPUs."""
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
         return [self._schedules[name] for name in self._runner.input_batch.req_ids]
@@ -160,7 +160,7 @@ class _Request:
 
 
 class RunnerV2Requests(RunnerRequests):
-    """The rows of vLLM's second model runner, the default on GPUs.
+    """The rows of Model Runner V2, the default on GPUs.
 
     This runner keeps neither sampling parameters nor token ids on the host, so ``note`` records
     them from the scheduler's output. The scheduler sends a resumed request again and counts its

@@ -15,7 +15,7 @@ from vllm_cascade.recall.rings import RingMemory, Rings
 
 
 class CUDAKVPolicyBackend(KVPolicyBackend):
-    """On CUDA, by Triton kernels."""
+    """Bounded-cache attention in Triton."""
 
     @staticmethod
     def get_name() -> str:
@@ -59,7 +59,7 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """Where rows are not in steps of them; vLLM asks for every type of cache."""
+        """True, because vLLM asks even if the cache's type does not use them."""
         return True  # ``engine.worker.scales_of`` refuses layers that would use them
 
     @classmethod

@@ -6,8 +6,8 @@ from the sequence lengths, so that a captured CUDA graph finds the next step in 
 the host reads nothing back. So is a batch in which every request has a known token and equally many
 drafts (speculative decoding): as waves, each with one token of every request. A step with a prompt
 in it is planned on the host as for any device (``step/plan.py``), wave by wave, and runs outside
-full graphs; so does every step of a policy that moves tokens, which rules do not say and PyTorch
-runs on the device.
+full graphs; so does every step of a policy that merges or reorders tokens, which PyTorch runs on
+the device.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         device, waves = self.device, 1 + self.kv_cache_spec.drafts
         most = -(-len(self.positions.buffer) // ALIGNED) * ALIGNED  # each wave's rows are aligned
         self.tables = DeviceTables(self.schedule, device, limits.max_num_seqs)
-        self.frames = self.tables  # whose counts say positions
+        self.frames = self.tables  # whose counts give positions
         if self.windowed:
             engine, most_requests = self.engine_schedule, limits.max_num_seqs
             self.frames = DeviceTables(engine, device, most_requests, with_rules=False)
@@ -85,15 +85,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         sets = self.kv_cache_spec.num_sets
         self.finished = torch.zeros(most, sets, dtype=torch.int32, device=device)
         self.plans = Plans(device)
-        self.whole_chunks = not self.schedule.policy.trace  # which is about every stride
-        # Without those of requests that are gone: clients choose budgets, and so decays.
+        self.whole_chunks = not self.schedule.policy.trace  # a trace records every stride
+        # Weak keys: clients choose budgets, and with them any number of decays.
         self._decays: WeakKeyDictionary[Arithmetic, torch.Tensor] = WeakKeyDictionary()
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Full graphs for decode, also with drafts, unless rules do not say all a policy does.
+        """Full graphs for decode, also with drafts, unless the policy merges or reorders tokens.
 
         Where layers are of several kinds, vLLM brings the specs of all of them.
         """
@@ -108,7 +108,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     @property
     def windowed(self) -> bool:
-        """Whether its layers have a window, and so positions that their counts do not say."""
+        """Whether its layers have a window: then their counts do not give positions."""
         return self.kv_cache_spec.window is not None
 
     def rules_at(self, schedule: Schedule) -> int:
@@ -463,7 +463,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def _at_once(
         self, waves: Sequence[StrideRows], names: Sequence[str | None]
     ) -> tuple[list[list[StrideRows]], list[StrideRows]]:
-        """What each wave attends without waiting for waves before, and what else it has.
+        """Split each wave: strides that need not wait for earlier waves, and the rest.
 
         The first wave takes all of a request's strides, unless the policy is traced.
         Drafts wait for each other: each of them saves what it changes.
@@ -520,7 +520,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
 def _places(places: np.ndarray) -> slice | None:
     """Ascending places in a step as a slice if they follow each other, as where decoding requests
-    come first (vLLM's second runner). Then no layer has to gather their rows."""
+    come first (Model Runner V2). Then no layer has to gather their rows."""
     first = int(places[0])
     if int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
         return slice(first, first + len(places), 1)

@@ -100,7 +100,7 @@ class TritonKVPolicyImpl(SharingImpl):
         self._config = get_current_vllm_config_or_none()
 
     def reserve(self, query: torch.Tensor) -> None:
-        """The kernels' workspace, for good; what drafts need, for the profile only."""
+        """Reserve the workspace, and drafts' memory until vLLM has profiled it."""
         config = self._config
         policy = None if config is None else policy_of(config.additional_config)
         if config is None or policy is None:
@@ -127,7 +127,7 @@ class TritonKVPolicyImpl(SharingImpl):
             self._reserve_waiting(query)
 
     def _memory_on(self, device: torch.device) -> Workspace:
-        """The workspace, which the layer holds: it is there as long as any layer, or its graphs."""
+        """The shared workspace, which lives as long as any layer that holds it."""
         self._workspace = workspace_of(device)
         return self._workspace
 
@@ -197,7 +197,7 @@ class TritonKVPolicyImpl(SharingImpl):
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What kernels are compiled for, of what layers with the same pages may differ in."""
+        """Key of compiled kernels, as far as layers with equal pages differ in it."""
         layer = self._layer
         assert layer is not None, "prepare comes first"
         turning = None if layer.rotation is None else layer.rotation.shape[-1]
@@ -342,7 +342,7 @@ class TritonKVPolicyImpl(SharingImpl):
         return make_kernels(cached, pages, spec, self._layer, self._saved, split)
 
     def _thrown_away(self, kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
-        """Views of a page pool on which vLLM measures memory; of codes that it may call floats."""
+        """Views of the temporary pool of vLLM's profiling; codes in it may be typed as floats."""
         quantised = Quantised.of(self.kv_cache_dtype, (1.0, 1.0), self.latent, kv_cache.device)
         return page_views(kv_cache.view(spec.dtype), spec, quantised)
 
@@ -481,7 +481,7 @@ class TritonKVPolicyImpl(SharingImpl):
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of new tokens' rows."""
+        """Dtype of new tokens' rows."""
         assert self._pages is not None and self._layer is not None, "prepare comes first"
         return self._layer.dtype or self._pages.kv.dtype
 

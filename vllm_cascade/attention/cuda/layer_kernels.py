@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's kernels, with what no step changes of the layer.
+"""A layer's kernels, bound to the layer's constants.
 
 The impl makes them once its pages exist, and calls them in every step.
 """
@@ -30,7 +30,7 @@ from vllm_cascade.kernels.triton.stored import Codes
 
 
 class SingleKernels(NamedTuple):
-    """The kernels of single tokens with what no step changes of a layer.
+    """A layer's kernels for single tokens, bound to its constants.
 
     ``rank_scores``: before and after tensor-parallel ranks put masses together, if they do.
     """
@@ -46,7 +46,7 @@ class SingleKernels(NamedTuple):
 
 
 class StrideKernels(NamedTuple):
-    """The kernels of a prompt's strides with what no step changes of a layer."""
+    """A layer's kernels for a prompt's strides, bound to its constants."""
 
     gather: StrideGather
     attention: StrideAttention
@@ -59,7 +59,7 @@ class StrideKernels(NamedTuple):
 
 
 class LayerKernels(NamedTuple):
-    """All of a layer's; ``strides``: None in layers with a window."""
+    """A layer's kernels; ``strides``: None in layers with a window."""
 
     singles: SingleKernels
     strides: StrideKernels | None
@@ -74,11 +74,11 @@ def make_kernels(
     saved: Saved | None,
     split: Split,
 ) -> LayerKernels:
-    """Of one layer.
+    """Create one layer's kernels.
 
     Args:
         cached: the layer's constants, on ``pages``.
-        layer: None: vLLM measures memory on a pool that it throws away.
+        layer: None while vLLM profiles memory on a temporary pool.
         saved: what drafts replace, or None.
         split: of a stride's attention.
     """
@@ -133,7 +133,7 @@ def _single_kernels(
         plain_merge=plain,
         assignment=Assignment(pages.rank, pages.score, pages.unit, salts),
         versions=versions,
-        # Only policies with scores have rules of cells, and requests may bring their own.
+        # Only policies with attention scores have rules of cells; a request may choose one.
         insertion=Insertion(cached, has_cells=scores, saved=saved),
         rank_scores=rank_scores,
         num_sets=cached.num_sets,

@@ -20,7 +20,7 @@ OverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 GatherHeads = Callable[[torch.Tensor], torch.Tensor]
 """``LayerConfig.gather_heads``."""
 Exchange = Callable[..., torch.Tensor]
-"""Is given one of these two, and sums."""
+"""Applies one of these two to sums."""
 
 
 def put_together(over_ranks: OverRanks, reduction: str, values: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recall in one layer on CUDA: nothing in it waits for the host, so it is part of full graphs.
 
-Which rows choose, and which store, stands in rows of numbers on the device; the kernels are
-launched for all rows alike and leave out the others.
+Recall rows on the device say which requests select units and which store some. Kernels are
+launched for all requests and skip the others.
 """
 
 import numpy as np
@@ -32,8 +32,8 @@ class LayerRings:
     """One layer's part of the rings.
 
     Attributes:
-        judged: where copies of what was judged go: rows and their evidence, whose memory attention
-            takes next; None: none are made.
+        judged: list that receives judged rows and copies of their evidence, whose memory attention
+            reuses; None: no copies.
 
     Args:
         stored: how the pages' rows are stored in 8 bits, or None.
@@ -196,7 +196,7 @@ class LayerRings:
             return Evicted.room(self._layer, self._pages, num) if num else None
 
     def store_evicted(self, row: np.ndarray, gone: Evicted) -> None:
-        """Units that PyTorch has found to leave, into the request's ring."""
+        """Write units that a stride in PyTorch evicts to the request's ring."""
         layer, (ring, end) = self._layer, row[[RING, END]].tolist()
         room = self._shape.most_units
         last = slice(max(len(gone) - room, 0), len(gone))

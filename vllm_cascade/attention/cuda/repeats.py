@@ -15,7 +15,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 
 def make_repeater() -> Repeater | None:
-    """For one layer; None: all its launches are made in Python.
+    """A layer's repeater; None: it makes all launches in Python.
 
     Raises:
         KVPolicyError: ``VLLM_CASCADE_LAUNCHES`` has an unknown value.

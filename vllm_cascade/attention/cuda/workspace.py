@@ -27,7 +27,7 @@ from vllm_cascade.policies.policy import Policy
 ALIGNED = 256
 """Alignment of tensors in bytes. A pointer's alignment selects a kernel variant."""
 MOST_GATHERED = 128 << 20
-"""Channels that are gathered for one launch over strides, if one stride needs no more."""
+"""Most channels gathered per launch over strides, unless one stride alone needs more."""
 
 _of_devices: WeakValueDictionary[torch.device, "Workspace"] = WeakValueDictionary()
 
@@ -186,8 +186,8 @@ def chunk_shapes(
 def worst_chunks(
     num_rows: int, query: torch.Tensor, num_heads: int, slots: int, latent: int | None
 ) -> Shapes:
-    """``chunk_shapes`` of the strides that need the most memory: strides that see fewer cached
-    tokens than ``slots``, those of a request, may be more at a time."""
+    """``chunk_shapes`` of the strides that need the most memory: the fewer cached tokens they see,
+    at most ``slots``, the more of them share a launch."""
     (gathered,) = chunk_shapes(1, query, num_heads, slots, latent).values()
     one = math.prod(gathered[0])
     most = min(max(MOST_GATHERED, one), num_rows * one)
@@ -224,8 +224,8 @@ def worst_singles(
 
 
 def judged_at_once(most_requests: int, asking: int) -> int:
-    """Strides in a launch of recall's judge, if so many queries of each judge: as many queries as
-    there may be requests that decode, of each of which one judges."""
+    """Strides in a launch of recall's judge, with ``asking`` queries each: together no more queries
+    than a decode step has, which is one per request."""
     return max(most_requests // asking, 1)
 
 
