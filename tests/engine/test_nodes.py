@@ -4,6 +4,8 @@
 import dataclasses
 import json
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,22 +14,30 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import MPClient
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.running.serving import free_port
 from tests.conftest import MODEL
 from tests.engine.server import Server
 from tests.engine.test_faults import FLAGS as SERVER_FLAGS
 from tests.engine.test_pipeline_parallel import cores
-from vllm_cascade.engine.nodes import check_same, compare_ranks, shared_settings
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine.nodes import Own, check_same, check_workers, compare_ranks, shared_settings
+from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.patches import ready_response
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.memory import GIB
+from vllm_cascade.recall.rings import RingMemory
 
 FLAGS: dict[str, Any] = {"kv_policy": "cascade", "kv_budget": 128, "kv_recall": 0}
 OTHERS = [
@@ -89,7 +99,7 @@ def outcomes(settings: list[str | None], patience: float) -> list[str]:
 
     def run(rank: int, own: str) -> None:
         try:
-            compare_ranks(store, rank, len(settings), own, timedelta(seconds=patience))
+            compare_ranks(store, rank, len(settings), Own(own), timedelta(seconds=patience))
         except KVPolicyError as error:
             said[rank] = str(error)
 
@@ -113,6 +123,51 @@ def test_ranks_with_other_flags_all_stop() -> None:
         assert "--kv-budget is 128 on rank 0, but 64 on rank 2. All nodes" in said
 
 
+def agreed(memories: Sequence[float | None], engines: Sequence[int], **flags: Any) -> list[Policy]:
+    """The policies of an engine's workers that have measured or set these ``recall_memory``."""
+    place, store = threading.local(), dist.HashStore()
+    configs = [config_of(**{**FLAGS, **flags}) for _ in memories]
+
+    def start(rank: int) -> Policy:
+        place.rank, config = rank, configs[rank]
+        config.additional_config["kv_policy"]["recall_memory"] = None
+        config.additional_config["kv_policy"].measured = {"recall_memory": memories[rank]}
+        config.parallel_config.data_parallel_index = engines[rank]
+        check_workers(config)
+        policy = policy_of(config.additional_config)
+        assert policy is not None
+        return policy
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_world_size", lambda: len(memories))
+        patch.setattr(dist, "get_rank", lambda: place.rank)
+        patch.setattr("vllm_cascade.engine.nodes._get_default_store", lambda: store)
+        return [one.result(60) for one in [pool.submit(start, n) for n in range(len(memories))]]
+
+
+def test_the_workers_of_an_engine_take_the_smallest_memory() -> None:
+    """Nodes of one engine, and processes of an external launcher, measure it themselves."""
+    found = agreed([0.5, 0.25, 0.125, 1.0], [0, 0, 1, 1], kv_recall=2)
+    assert [policy.recall_memory for policy in found] == [0.25, 0.25, 0.125, 0.125]
+    assert {policy.recall for policy in found} == {2}
+    found = agreed([None, None], [0, 0])
+    assert [policy.recall_memory for policy in found] == [None, None]
+
+
+def test_every_rank_has_the_rings_that_the_scheduler_counts() -> None:
+    """The scheduler counts by the spec of one rank, and each rank allocates by its own."""
+    full: Any = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=16, dtype=torch.float16)
+    found = []
+    for policy in agreed([0.5, 0.25], [0, 0], kv_recall=2):
+        spec = KVPolicySpec.from_full(full, policy)
+        assert spec.policy.recall_memory is not None
+        room, shape = int(spec.policy.recall_memory * GIB), unit_shape(spec, 1)
+        memory = RingMemory(spec.engine_schedule, shape, room, 1000, keeps_snapshots=True)
+        found.append((memory.capacity, memory.num_chunks))
+    assert found[0] == found[1] and min(found[0]) > 0
+
+
 def test_a_rank_without_a_policy_stops_the_others() -> None:
     first, second, stock = outcomes([settings_of({})] * 2 + [None], 0.5)
     assert "another node of this engine runs without a KV policy" in first == second
@@ -123,7 +178,7 @@ def test_engines_of_one_process_do_not_read_what_earlier_ones_said() -> None:
     """As with ``external_launcher``, whose processes keep their group."""
     store = dist.HashStore()
     for budget in (128, 64):
-        own = settings_of({"kv_budget": budget})
+        own = Own(settings_of({"kv_budget": budget}))
         ranks = [
             threading.Thread(target=compare_ranks, args=(store, rank, 2, own)) for rank in range(2)
         ]
@@ -230,8 +285,8 @@ def test_workers_compare_before_they_load_a_model(monkeypatch: pytest.MonkeyPatc
     """Later collective calls of theirs would hang beside a worker of stock vLLM."""
     asked: list[Any] = []
 
-    def check(additional_config: Any) -> None:
-        asked.append(additional_config)
+    def check(config: Any) -> None:
+        asked.append(config)
         raise KVPolicyError("other flags")
 
     monkeypatch.setattr("vllm_cascade.engine.worker.check_workers", check)
@@ -239,4 +294,4 @@ def test_workers_compare_before_they_load_a_model(monkeypatch: pytest.MonkeyPatc
     worker.vllm_config = SimpleNamespace(additional_config={"a": 1})
     with pytest.raises(KVPolicyError, match="other flags"):
         worker.load_model()
-    assert asked == [{"a": 1}]
+    assert asked == [worker.vllm_config]

@@ -444,6 +444,15 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(enable_prompt_embeds=True)),
         "--enable-prompt-embeds",
     ),
+    "sessions of an external launcher": (
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                distributed_executor_backend="external_launcher", world_size=2
+            ),
+            additional_config={"kv_sessions": True},
+        ),
+        "--distributed-executor-backend external_launcher",
+    ),
     "pooling": (
         SimpleNamespace(model_config=SimpleNamespace(runner_type="pooling")),
         "text generation only",
@@ -1127,6 +1136,22 @@ def test_refused_executor(monkeypatch: pytest.MonkeyPatch) -> None:
         config = SimpleNamespace(parallel_config=parallel)
         assert entry.applies(config, resolve({"name": "sink"})) == expected
     assert "unset it" in entry.message
+
+
+def test_sessions_of_an_external_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a user starts have a scheduler each; with one process there is one."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as vLLM sets it, and restored
+    launched = {"distributed_executor_backend": "external_launcher", "kv_sessions": True}
+    create(MODEL, **launched)
+    create(MODEL, **{**launched, "kv_sessions": None}, tensor_parallel_size=2)
+    create(MODEL, **{**launched, "distributed_executor_backend": "mp"}, tensor_parallel_size=2)
+    refused = "--kv-sessions cannot be combined .* external_launcher .* use .* mp, or remove"
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(KVPolicyError, match=refused):
+            create(MODEL, **launched, **sizes)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(KVPolicyError, match=refused):
+        create(MODEL, **launched, data_parallel_size=2)
 
 
 def test_refused_micro_batches() -> None:

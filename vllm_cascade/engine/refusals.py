@@ -33,6 +33,7 @@ from vllm_cascade.models.architectures import (
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.step.drafts import HOST_DRAFTERS, MODEL_DRAFTERS
 
 SPARSE = ("index_topk", "compress_ratios", "indexer_budget", "sparse_attention_config")
@@ -272,6 +273,17 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 cannot be combined with --kv-policy: that executor "
         "calls the model without the worker, which tells the policy of a step's requests; unset it",
+    ),
+    Refusal(
+        "sessions of an external launcher",
+        lambda config, _: (
+            (parallel := config.parallel_config).distributed_executor_backend == "external_launcher"
+            and parallel.world_size > 1
+            and SessionSettings.of(config.additional_config) is not None
+        ),
+        "--kv-sessions cannot be combined with --distributed-executor-backend external_launcher "
+        "over several processes: each has a scheduler, and only one would learn which sessions are "
+        "complete; use --distributed-executor-backend mp, or remove --kv-sessions",
     ),
     Refusal(
         "block events",

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from vllm.config import ParallelConfig
+from vllm.utils.network_utils import get_loopback_ip
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_cascade.cache.layout import page_pools
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.recall.stores import UnitStores
-from vllm_cascade.sessions.ranks import Ranks
+from vllm_cascade.sessions.ranks import Ranks, outcome_store
 from vllm_cascade.sessions.session import Report
 from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.sessions.tiers import WorkerSessions
@@ -32,8 +33,9 @@ def session_ranks(rank: int, parallel: ParallelConfig) -> Ranks:
     world = parallel.world_size
     if world == 1:
         return Ranks()
-    store = PrefixStore(f"kv_sessions/{parallel.data_parallel_index}", _get_default_store())
+    shared = PrefixStore(f"kv_sessions/{parallel.data_parallel_index}", _get_default_store())
     collects = rank == world - parallel.tensor_parallel_size
+    store = outcome_store(shared, rank, collects, get_loopback_ip())
     return Ranks(rank, world, store, collects)
 
 

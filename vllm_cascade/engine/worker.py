@@ -132,7 +132,7 @@ class KVPolicyWorker(SessionWorker):
             _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
-        check_workers(self.vllm_config.additional_config)
+        check_workers(self.vllm_config)
         self._block_size = self.vllm_config.cache_config.block_size
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None

@@ -9,6 +9,7 @@ collects them between steps; it never waits for another rank.
 import json
 import os
 import secrets
+import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from torch.distributed import DistError, HashStore, Store
+from torch.distributed import DistError, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.files import SUFFIX
@@ -46,6 +47,47 @@ class Outcome:
     seconds: float = 0.0
     problem: str = ""
     stamp: str = ""
+
+
+def outcome_store(store: Store, rank: int, collects: bool, host: str) -> Store:
+    """A store for outcomes that does not grow; all ranks of an engine call this.
+
+    A ``FileStore`` is a log, where each outcome and its deletion would stay. vLLM uses one where
+    all ranks run on one machine, so there the collecting rank serves a store on the loopback
+    interface.
+
+    Args:
+        store: shared by the ranks.
+        host: loopback address, of IPv4 or IPv6.
+
+    Returns:
+        A new store in place of a ``FileStore``, else ``store``.
+
+    Raises:
+        KVPolicyError: the collecting rank has stopped.
+    """
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, FileStore):
+        return store
+    turn = store.add(f"stores of {rank}", 1)  # a process may run several engines
+    if collects:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        own = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        store.set(f"port {turn}", str(port))
+        return own
+    try:
+        store.wait([f"port {turn}"], PATIENCE)
+        return TCPStore(host, int(store.get(f"port {turn}")), wait_for_workers=False)
+    except RuntimeError as error:  # a FileStore's timeout is no DistError
+        raise KVPolicyError(
+            "--kv-sessions: another rank of this engine has stopped (its log says why)"
+        ) from error
 
 
 class Ranks:
