@@ -208,7 +208,7 @@ OVER_RANKS: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "recall")) for n in OVER_RANKS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "mean")) for n in OVER_RANKS],
 )
 def test_ranks_that_decide_together_exchange_between_launches(
     name: str, monkeypatch: pytest.MonkeyPatch

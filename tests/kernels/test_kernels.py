@@ -164,7 +164,7 @@ def test_latent_rows(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
-    [pytest.param(n, d, marks=[pytest.mark.slow] * (n == "units")) for n, d in STORED],
+    [pytest.param(n, d, marks=[pytest.mark.slow] * (n in ("units", "many"))) for n, d in STORED],
 )
 def test_latent_rows_in_8_bits(name: str, cache_dtype: str) -> None:
     """What is read are codes, and what is written are the same codes as PyTorch's."""
@@ -263,7 +263,9 @@ def test_assign(name: str) -> None:
     checks.check_assign(INSERTION[name], "cpu")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 1)) for n in range(4)]
+)
 @pytest.mark.parametrize("name", INSERTION)
 def test_insert_strides(name: str, seed: int) -> None:
     for scored in (True, False):
@@ -346,7 +348,7 @@ IN_8_BITS: dict[str, Case] = {
 """Ordinary rows in 8 bits."""
 
 
-RARE = ("heads", "16-heads", "gqa-3", "partial", "odd-pages", "sinks")
+RARE = ("heads", "16-heads", "gqa-3", "partial", "odd-pages", "sinks", "bf16", "8")
 """Cases of ``IN_8_BITS`` that are slow tests."""
 
 
