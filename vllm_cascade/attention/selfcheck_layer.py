@@ -156,7 +156,10 @@ class Side:
         num_ranks: int,
     ) -> None:
         builder = backend.get_builder_cls()
-        limits = SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2),
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+        )
         self.shape, self.spec, self.device = shape, spec, device
         # 0xFF: NaN keys and values, and ranks that no slot has.
         self.pool = torch.full(
@@ -185,7 +188,6 @@ class Side:
         self.impl.prepare(spec, self.cache, rotary, num_ranks, shape.dtype, SCALES)
         assert self.impl._pages is not None, "prepare() sets it"
         self.pages: Pages = self.impl._pages
-        config = SimpleNamespace(scheduler_config=limits)
         self.builder = builder(spec, ["layer"], config, device)
         self.builder.requests = Named()
         self.others = None
@@ -194,9 +196,9 @@ class Side:
             self.builder.follow(self.others)
         self.units: Any = None
         if spec.policy.recall:
-            self._store(backend, limits)
+            self._store(backend, config)
 
-    def _store(self, backend: type[KVPolicyBackend], limits: Any) -> None:
+    def _store(self, backend: type[KVPolicyBackend], config: Any) -> None:
         """Let two requests have a store, of which the first page is the state's name."""
         policy, spec = self.spec.policy, self.spec
         units = UnitShape(
@@ -211,7 +213,7 @@ class Side:
             row_scales=ROW_SCALES if spec.kv_quant_mode.is_per_token_head else 0,
             latent=spec.latent,
         )
-        memory = backend.count_stores(units, spec.schedule, 1 << 40, limits, False)
+        memory = backend.count_stores(units, spec.schedule, 1 << 40, config)
         stores = self.builder.stores = backend.make_stores(units, memory, self.device)
         self.impl.recall_from(stores, 0, policy.recall_queries)
         self.units = opened(stores, (1, 1 + (len(self.pool) - 1) // 2), self.impl.recall)

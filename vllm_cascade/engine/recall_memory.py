@@ -284,15 +284,9 @@ def open_memory(shape: UnitShape, policy: Policy, config: VllmConfig) -> RecallM
 
 def _count(shape: UnitShape, policy: Policy, limit: int, config: VllmConfig) -> RecallMemory:
     """The device's count of an engine's stores, for at most ``limit`` bytes over all ranks."""
-    ranks, scheduler = config.parallel_config.tensor_parallel_size, config.scheduler_config
+    ranks = config.parallel_config.tensor_parallel_size
     backend = resolve_name(this_device().backend)
-    memory: RecallMemory = backend.count_stores(
-        shape,
-        compiled(policy),
-        limit // ranks,
-        scheduler,
-        bool(config.cache_config.enable_prefix_caching),
-    )
+    memory: RecallMemory = backend.count_stores(shape, compiled(policy), limit // ranks, config)
     memory.ranks = ranks
     return memory
 
