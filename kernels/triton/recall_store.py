@@ -163,28 +163,6 @@ def _store_codes(out, x, channel, step, inside):
 
 
 @triton.jit
-def _store_keys(
-    keys,
-    values,
-    rows,
-    codes,
-    scales,
-    rotation,
-    position,
-    inside,
-    HEAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    ROW: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Copy some rows of a unit, and store their keys before rotation in 8 bits."""
-    copy_rows(keys, values, rows, inside, HEAD, VALUE, ROW)
-    x, y, rest, most = plain_rows(keys, rotation, position, inside, HEAD, HALF, INTERLEAVED)
-    _store_plain(x, y, rest, most, codes, scales, inside, HEAD, HALF, INTERLEAVED)
-
-
-@triton.jit
 def _store_plain(
     x,
     y,
@@ -222,7 +200,7 @@ def _read(x, scale, CODE: tl.constexpr, NEW: tl.constexpr):
 
 
 @triton.jit
-def _store_coded(
+def _store_rows(
     keys,
     values,
     place,
@@ -243,55 +221,61 @@ def _store_coded(
     OF_ROWS: tl.constexpr,
     NEW: tl.constexpr,
 ):
-    """``_store_keys`` for a cache of codes; rows are codes or, if ``NEW``, those of the step.
+    """Copy some rows of a unit, and store their keys before rotation in 8 bits.
 
     Args:
-        place, row_scales: addresses of the rows' first scales, in pages and in the ring.
+        place, row_scales: addresses of the rows' first scales, in pages and in the ring; None
+            without codes.
+        NEW: whether the rows are those of the step, which first become codes.
     """
-    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
-    if NEW:
-        first, second = write_codes(
-            keys=keys,
-            values=values,
-            slots=rows,
-            place=row_scales,
-            inside=inside,
-            rotation=None,
-            distance=None,
-            HEAD=HEAD,
-            VALUE=VALUE,
-            ROW=ROW,
-            HALF=0,
-            INTERLEAVED=False,
-            APART=1,
-            CODE=CODE,
-            OF_ROWS=OF_ROWS,
-        )
+    if CODE is None:
+        copy_rows(keys, values, rows, inside, HEAD, VALUE, ROW)
+        x, y, rest, most = plain_rows(keys, rotation, position, inside, HEAD, HALF, INTERLEAVED)
     else:
-        store_rows(rows, load_rows(keys, inside, 0, FIRST), inside, 0, FIRST)
-        store_rows(rows + FIRST, load_rows(values, inside, 0, VALUE), inside, 0, VALUE)
-        first, second = load_scales(place, inside, APART)
-        if OF_ROWS:
-            tl.store(row_scales, first, mask=inside)
-            tl.store(row_scales + 1, second, mask=inside)
-    x = tl.zeros([keys.shape[0], 16], tl.float32)
-    y = x
-    rest = x
-    if HALF > 0:
-        x, y = load_pair(keys, inside, HALF, INTERLEAVED)
-        x = _read(x, first[:, None], CODE, NEW)
-        y = _read(y, first[:, None], CODE, NEW)
-        x, y = rotate_pair(x, y, rotation, position, inside, HALF)
-    if FIRST == HEAD:
-        if 2 * HALF < HEAD:
-            rest = _read(load_rows(keys, inside, 2 * HALF, HEAD), first[:, None], CODE, NEW)
-    elif HALF > 0:  # all channels of a latent row before its value
-        rest = _read(load_rows(values, inside, 0, VALUE), second[:, None], CODE, NEW)
-    else:
-        of_key = (tl.arange(0, padded(HEAD)) < FIRST)[None, :]
-        scale = tl.where(of_key, first[:, None], second[:, None])
-        rest = _read(load_rows(keys, inside, 0, HEAD), scale, CODE, NEW)
-    most = tl.maximum(tl.maximum(most_of(x), most_of(y)), most_of(rest))
+        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+        if NEW:
+            first, second = write_codes(
+                keys=keys,
+                values=values,
+                slots=rows,
+                place=row_scales,
+                inside=inside,
+                rotation=None,
+                distance=None,
+                HEAD=HEAD,
+                VALUE=VALUE,
+                ROW=ROW,
+                HALF=0,
+                INTERLEAVED=False,
+                APART=1,
+                CODE=CODE,
+                OF_ROWS=OF_ROWS,
+            )
+        else:
+            store_rows(rows, load_rows(keys, inside, 0, FIRST), inside, 0, FIRST)
+            store_rows(rows + FIRST, load_rows(values, inside, 0, VALUE), inside, 0, VALUE)
+            first, second = load_scales(place, inside, APART)
+            if OF_ROWS:
+                tl.store(row_scales, first, mask=inside)
+                tl.store(row_scales + 1, second, mask=inside)
+        x = tl.zeros([keys.shape[0], 16], tl.float32)
+        y = x
+        rest = x
+        if HALF > 0:
+            x, y = load_pair(keys, inside, HALF, INTERLEAVED)
+            x = _read(x, first[:, None], CODE, NEW)
+            y = _read(y, first[:, None], CODE, NEW)
+            x, y = rotate_pair(x, y, rotation, position, inside, HALF)
+        if FIRST == HEAD:
+            if 2 * HALF < HEAD:
+                rest = _read(load_rows(keys, inside, 2 * HALF, HEAD), first[:, None], CODE, NEW)
+        elif HALF > 0:  # all channels of a latent row before its value
+            rest = _read(load_rows(values, inside, 0, VALUE), second[:, None], CODE, NEW)
+        else:
+            of_key = (tl.arange(0, padded(HEAD)) < FIRST)[None, :]
+            scale = tl.where(of_key, first[:, None], second[:, None])
+            rest = _read(load_rows(keys, inside, 0, HEAD), scale, CODE, NEW)
+        most = tl.maximum(tl.maximum(most_of(x), most_of(y)), most_of(rest))
     _store_plain(x, y, rest, most, codes, scales, inside, HEAD, HALF, INTERLEAVED)
 
 
@@ -369,66 +353,23 @@ def _store_units(
             out = place * UNIT + index
             row_out = rows + out * ROW
             code_out = codes + out * HEAD
+            scaled = None
+            kept = None
             if CODE is not None:
-                slots = kv + block * page_stride
-                slots += ((head * PAGE + source % PAGE) * UNIT + index) * ROW
                 offset = source % PAGE * UNIT + index
                 scaled = scale_place(scales, block, head, offset, word_stride, PAGE * UNIT, OF_ROWS)
                 kept = scaled
                 if OF_ROWS:
                     kept = row_scales + out * 2
-                if source >= 0:
-                    _store_coded(
-                        keys=slots,
-                        values=slots + (ROW - VALUE),
-                        place=scaled,
-                        rows=row_out,
-                        row_scales=kept,
-                        codes=code_out,
-                        scales=key_scales + out,
-                        rotation=rotation,
-                        position=written + index,
-                        inside=inside,
-                        HEAD=HEAD,
-                        VALUE=VALUE,
-                        ROW=ROW,
-                        HALF=HALF,
-                        INTERLEAVED=INTERLEAVED,
-                        APART=apart(PAGE * UNIT, OF_ROWS),
-                        CODE=CODE,
-                        OF_ROWS=OF_ROWS,
-                        NEW=False,
-                    )
-                elif key is not None:
-                    at = start + new * UNIT + index
-                    _store_coded(
-                        keys=key + at * key_stride + head * HEAD,
-                        values=value + at * value_stride + head * VALUE,
-                        place=scaled,
-                        rows=row_out,
-                        row_scales=kept,
-                        codes=code_out,
-                        scales=key_scales + out,
-                        rotation=rotation,
-                        position=written + index,
-                        inside=inside,
-                        HEAD=HEAD,
-                        VALUE=VALUE,
-                        ROW=ROW,
-                        HALF=HALF,
-                        INTERLEAVED=INTERLEAVED,
-                        APART=apart(PAGE * UNIT, OF_ROWS),
-                        CODE=CODE,
-                        OF_ROWS=OF_ROWS,
-                        NEW=True,
-                    )
-            elif source >= 0:
+            if source >= 0:
                 slots = kv + block * page_stride
                 slots += ((head * PAGE + source % PAGE) * UNIT + index) * ROW
-                _store_keys(
+                _store_rows(
                     keys=slots,
                     values=slots + (ROW - VALUE),
+                    place=scaled,
                     rows=row_out,
+                    row_scales=kept,
                     codes=code_out,
                     scales=key_scales + out,
                     rotation=rotation,
@@ -439,13 +380,19 @@ def _store_units(
                     ROW=ROW,
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
+                    APART=apart(PAGE * UNIT, OF_ROWS),
+                    CODE=CODE,
+                    OF_ROWS=OF_ROWS,
+                    NEW=False,
                 )
             elif key is not None:
                 at = start + new * UNIT + index
-                _store_keys(
+                _store_rows(
                     keys=key + at * key_stride + head * HEAD,
                     values=value + at * value_stride + head * VALUE,
+                    place=scaled,
                     rows=row_out,
+                    row_scales=kept,
                     codes=code_out,
                     scales=key_scales + out,
                     rotation=rotation,
@@ -456,6 +403,10 @@ def _store_units(
                     ROW=ROW,
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
+                    APART=apart(PAGE * UNIT, OF_ROWS),
+                    CODE=CODE,
+                    OF_ROWS=OF_ROWS,
+                    NEW=True,
                 )
         if head < NUM_SETS:
             tl.store(stored_born + place, written)

@@ -386,10 +386,10 @@ def test_requests_of_a_warm_up_end_without_a_word() -> None:
     drafts = Drafts(2, 3)
     output = SchedulerOutput.make_empty()
     output.finished_req_ids = {"a"}
-    drafts._drafted = {"a": Drafted(begin=5, num=2, place=3 * drafts._free.pop())}
+    drafts._drafted = {"a": Drafted("a", begin=5, num=2, place=3 * drafts._free.pop())}
     with pytest.raises(AssertionError, match="its tokens are not known"):
         drafts.note(output)
-    drafts._drafted = {"a": Drafted(begin=5, num=2, place=0)}
+    drafts._drafted = {"a": Drafted("a", begin=5, num=2, place=0)}
     drafts._free, drafts.warming_up = [1], True
     assert drafts.note(output) == [] and not drafts._drafted and sorted(drafts._free) == [0, 1]
 
@@ -545,7 +545,7 @@ def test_a_broken_part_is_caught_on_cuda(
 
 def test_places_of_drafts() -> None:
     drafts = Drafts(2, 3)
-    drafts._drafted = {"b": Drafted(begin=11, num=2, place=3)}
+    drafts._drafted = {"b": Drafted("b", begin=11, num=2, place=3)}
     saves = drafts.saves(
         ["a", "b", None], np.asarray([0, 1, 1, 1, 2]), np.asarray([11, 10, 11, 12, 5])
     )

@@ -26,7 +26,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import workspace_of
 from vllm_cascade.step.builder import step_of
-from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
+from vllm_cascade.step.drafts import Drafted, Drafts
 
 pytestmark = pytest.mark.usefixtures("launched_in_python")
 
@@ -241,7 +241,7 @@ def test_rows_with_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer.builder.requests.names = lambda _: [str(row) for row in range(rows)]
     layer.builder.requests.schedule_of = lambda _: layer.spec.schedule
     for row in range(rows):
-        drafts._drafted[str(row)] = Drafted(begin=101, num=most, place=row * most)
+        drafts._drafted[str(row)] = Drafted(str(row), begin=101, num=most, place=row * most)
     table = torch.ones(rows, 8, dtype=torch.int32)
     merging = "merge_scored" if name == "cascade" else "merge"
     one = dict.fromkeys(("attend", merging, "insert"), 1)
@@ -257,7 +257,7 @@ def test_rows_with_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = dict.fromkeys(one, 1 + most) | {"save_versions": most}
         assert kernels == expected and not operations.waiting
         assert not alike or not operations.launches
-    rejected = [Rejected(str(row), 102, 2, row * most + 1) for row in range(rows)]
+    rejected = [Drafted(str(row), 102, 2, row * most + 1) for row in range(rows)]
     undone = layer.builder.undone(rejected, [[1, 2]] * rows)
     with counted() as (kernels, operations):
         layer.impl.undo(undone)

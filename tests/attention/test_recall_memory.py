@@ -24,7 +24,6 @@ from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_recall import shape_of
 from tests.conftest import ROOT
 from vllm_cascade.engine import recall_memory
-from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyError
@@ -33,6 +32,7 @@ from vllm_cascade.recall.log import Chunk, Log, UnitShape
 from vllm_cascade.recall.mapped import block_bytes, new_block, view
 from vllm_cascade.recall.memory import CountedLog, RecallMemory, check_one_fits
 from vllm_cascade.recall.rings import RingMemory, chunk_bytes, ring_bytes
+from vllm_cascade.step.recall import unit_shape
 
 UNIT = 4
 MOST_TOKENS = 64

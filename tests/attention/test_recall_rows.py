@@ -23,12 +23,12 @@ from tests.conftest import ROOT
 from tests.cpp_library import CALLS
 from vllm_cascade.attention.cpu.paths import SWITCH
 from vllm_cascade.attention.layer import NewTokens
-from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.kernels.cpp.build import build
 from vllm_cascade.models.rotary import rotate
 from vllm_cascade.recall.log import CHUNK_UNITS, Log
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.step.builder import step_of
+from vllm_cascade.step.recall import unit_shape
 
 SINK = {"name": "sink", "budget": 24, "num_sinks": 4, "unit": 4, "recall": 3, "recall_every": 4}
 HEADS = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}

@@ -16,9 +16,9 @@ from vllm_cascade.attention.cpu.paths import SWITCH
 from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.attention.torch import recall as evidence
-from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.kernels.cpp.library import row_addresses
 from vllm_cascade.recall.log import Log
+from vllm_cascade.step.recall import unit_shape
 
 UNIT, STORED, GROUP = 4, 40, 3
 SETTINGS = {"name": "sink", "budget": 64, "num_sinks": 4, "unit": UNIT, "recall": 3}

@@ -18,12 +18,12 @@ from tests.attention.test_recall import new, output
 from vllm_cascade.attention.cuda import impl, repeats
 from vllm_cascade.attention.cuda.warm_up import _AllDrafts
 from vllm_cascade.attention.recorder import Recorder
-from vllm_cascade.engine import recall_memory
 from vllm_cascade.kernels.cpp.build import BuildError
 from vllm_cascade.kernels.triton.repeat import Repeater
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import step_of
+from vllm_cascade.step.recall import unit_shape
 
 LAYERS, PAGES = 2, 7
 pytestmark = pytest.mark.usefixtures("triton")
@@ -68,7 +68,7 @@ class Model:
                     saved.zero_()
         policy, spec = made[0].policy, made[0].spec
         if policy.recall:
-            unit = recall_memory.unit_shape(spec, num_layers=LAYERS)
+            unit = unit_shape(spec, num_layers=LAYERS)
             rings = self.builder.stores = Rings(unit, 2, CPU)
             for word in WORDS:
                 getattr(rings, word).zero_()

@@ -48,7 +48,7 @@ from vllm_cascade.recall.rings import (
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.step.builder import step_of
-from vllm_cascade.step.recall import plan_logs, plan_rings
+from vllm_cascade.step.recall import plan_logs, plan_rings, unit_shape
 from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.step.rows import StrideRows
 
@@ -552,7 +552,7 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
 
 def rings_of(layer: PagedLayer, num_requests: int) -> Rings:
     """Rings for a layer of the CUDA backend."""
-    shape = recall_memory.unit_shape(layer.spec, num_layers=2)
+    shape = unit_shape(layer.spec, num_layers=2)
     rings = Rings(shape, num_requests, CPU)
     layer.builder.stores = rings
     layer.impl.recall_from(rings, 1, layer.policy.recall_queries)

@@ -453,7 +453,7 @@ OF_SHAPES: list[tuple[str, ModuleType, str, str, str]] = [
     ("coded", stored, "write_codes", "place + APART, value_scale", "place + APART, scale"),
     ("coded-sink", chunk, "_from_chunk", "scales + 1", "scales"),
     ("coded-units", attend_units, "_attend_units", "factor_of(key_scale", "factor_of(value_scale"),
-    ("coded-recall", recall_store, "_store_coded", "row_scales + 1, second", "row_scales, second"),
+    ("coded-recall", recall_store, "_store_rows", "row_scales + 1, second", "row_scales, second"),
     ("neighbours", attend_tiles, "turned_products", "2 * FROM, 2 * TO, 2", "FROM, TO + WIDTH, 2"),
     ("neighbours-sink", stored, "load_turned", "pair = channel // 2", "pair = channel % HALF"),
     ("neighbours-units", tiles, "pair_channels", "2 * index, 2 * index + 1", "index, index + HALF"),

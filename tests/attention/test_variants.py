@@ -39,7 +39,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.step.builder import step_of
-from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
+from vllm_cascade.step.drafts import Drafted, Drafts
 
 STRIDE = 256
 POLICIES: dict[str, dict[str, Any]] = {
@@ -198,13 +198,13 @@ class Served:
         builder.requests.schedule_of = lambda _: self.layer.spec.schedule
         rows = list(zip(names, lengths, firsts, strict=True))
         builder.drafts._drafted = {
-            name: Drafted(first + 1, length - 1, self.drafts * (name == "b"))
+            name: Drafted(name, first + 1, length - 1, self.drafts * (name == "b"))
             for name, length, first in rows
             if length > 1
         }
         self.run(lengths, firsts, [False] * len(lengths))
         builder.drafts._drafted.clear()
-        rejected = [Rejected(n, f + 1, num - 1, 0) for n, num, f in rows if num > 1]
+        rejected = [Drafted(n, f + 1, num - 1, 0) for n, num, f in rows if num > 1]
         pages = [list(range(1, 2 + first % self.pages)) for first in firsts]
         undone = builder.undone(rejected, pages[: len(rejected)])
         self.layer.impl.undo(undone)
@@ -346,7 +346,7 @@ def test_nothing_is_compiled_for_a_drafting_model(name: str, variants: set[Varia
         for length in (2, 17, STRIDE, 3 * STRIDE + 5):
             begin = {"a": 701, "b": first + length}  # what is undone later
             builder.drafts._drafted = {
-                name: Drafted(at, 0, 4 * row) for row, (name, at) in enumerate(begin.items())
+                name: Drafted(name, at, 0, 4 * row) for row, (name, at) in enumerate(begin.items())
             }
             served.run([1, length], [700, first], [False, True])
             served.run([2, 1], [700, first + length], [False, False])
@@ -354,7 +354,7 @@ def test_nothing_is_compiled_for_a_drafting_model(name: str, variants: set[Varia
             served.run([0, 1], [700, first + length], [False, False])
             served.run([1, 0], [702, first + length], [False, False])
             served.run([1, 1], [703, first + length + 2], [False, False])
-            rejected = [Rejected("a", 701, 3, 0), Rejected("b", first + length, 3, 4)]
+            rejected = [Drafted("a", 701, 3, 0), Drafted("b", first + length, 3, 4)]
             pages = [list(range(1, 2 + one.begin % served.pages)) for one in rejected]
             layer.impl.undo(builder.undone(rejected, pages))
     chunked = layer.spec.schedule.keeps_newest is not None

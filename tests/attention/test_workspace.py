@@ -23,12 +23,12 @@ from tests.attention.test_recall import new, output
 from vllm_cascade.attention.cuda import impl as layers
 from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.workspace import Workspace, size_of, workspace_of
-from vllm_cascade.engine import recall_memory
 from vllm_cascade.kernels import rotation_table
 from vllm_cascade.kernels.columns import RECALL_COLUMNS, STEP_COLUMNS
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import step_of
+from vllm_cascade.step.recall import unit_shape
 
 CPU = torch.device("cpu")
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
@@ -142,7 +142,7 @@ def layer_of(
     shape = Shape(num_kv_heads=HEADS, group=GROUP, head_size=SIZE, rotary_dim=SIZE)
     layer = PagedLayer(shape, settings, 60)
     layer.impl._config = SimpleNamespace(scheduler_config=limits(64, requests))
-    stores = Rings(recall_memory.unit_shape(layer.spec, 1), rings, CPU)
+    stores = Rings(unit_shape(layer.spec, 1), rings, CPU)
     layer.builder.stores = stores
     layer.impl.recall_from(stores, 0, layer.policy.recall_queries)
     return layer, stores

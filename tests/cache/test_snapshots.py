@@ -26,12 +26,12 @@ import vllm_cascade.cache.snapshots
 import vllm_cascade.engine.scheduler
 from tests.engine.test_scheduler import make_scheduler
 from vllm_cascade.cache.snapshots import SnapshotStore
-from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.recall.memory import RecallMemory
 from vllm_cascade.recall.rings import RingMemory
+from vllm_cascade.step.recall import unit_shape
 
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)

@@ -4,7 +4,7 @@
 from typing import ClassVar
 
 import torch
-from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -55,19 +55,13 @@ class KVPolicyBackend(AttentionBackend):
 
     @classmethod
     def count_stores(
-        cls,
-        shape: UnitShape,
-        schedule: Schedule,
-        limit_bytes: int,
-        limits: SchedulerConfig,
-        keeps_snapshots: bool,
+        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, config: VllmConfig
     ) -> RecallMemory:
         """Create the scheduler's count of the stores that ``make_stores`` makes in a rank.
 
         Args:
             shape: units in all layers of the model.
             limit_bytes: most host memory of the rank.
-            keeps_snapshots: whether prefix caching is on.
         """
         raise NotImplementedError
 

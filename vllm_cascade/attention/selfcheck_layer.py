@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer that the self-check runs on a device or in PyTorch, and the steps that it runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,10 @@ from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.layer import Exchanges
 from vllm_cascade.attention.selfcheck_stores import Named, opened
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
-from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.step.builder import step_of
+from vllm_cascade.step.recall import unit_shape
 
 SCALES = (0.25, 0.15)
 """A layer's scales of keys and values in 8 bits, where rows have none of their own.
@@ -156,7 +156,10 @@ class Side:
         num_ranks: int,
     ) -> None:
         builder = backend.get_builder_cls()
-        limits = SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2),
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+        )
         self.shape, self.spec, self.device = shape, spec, device
         # 0xFF: NaN keys and values, and ranks that no slot has.
         self.pool = torch.full(
@@ -185,7 +188,6 @@ class Side:
         self.impl.prepare(spec, self.cache, rotary, num_ranks, shape.dtype, SCALES)
         assert self.impl._pages is not None, "prepare() sets it"
         self.pages: Pages = self.impl._pages
-        config = SimpleNamespace(scheduler_config=limits)
         self.builder = builder(spec, ["layer"], config, device)
         self.builder.requests = Named()
         self.others = None
@@ -194,26 +196,15 @@ class Side:
             self.builder.follow(self.others)
         self.units: Any = None
         if spec.policy.recall:
-            self._store(backend, limits)
+            self._store(backend, config)
 
-    def _store(self, backend: type[KVPolicyBackend], limits: Any) -> None:
+    def _store(self, backend: type[KVPolicyBackend], config: Any) -> None:
         """Let two requests have a store, of which the first page is the state's name."""
-        policy, spec = self.spec.policy, self.spec
-        units = UnitShape(
-            num_layers=1,
-            num_kv_heads=spec.num_kv_heads,
-            num_sets=spec.num_sets,
-            unit=policy.unit,
-            head_size=spec.head_size,
-            dtype=spec.dtype,
-            most_units=policy.recall_store // policy.unit,
-            most_recalled=policy.recall,
-            row_scales=ROW_SCALES if spec.kv_quant_mode.is_per_token_head else 0,
-            latent=spec.latent,
-        )
-        memory = backend.count_stores(units, spec.schedule, 1 << 40, limits, False)
+        spec = self.spec
+        units = replace(unit_shape(spec, 1), in_8_bits=False)  # rows are compared as in the pages
+        memory = backend.count_stores(units, spec.schedule, 1 << 40, config)
         stores = self.builder.stores = backend.make_stores(units, memory, self.device)
-        self.impl.recall_from(stores, 0, policy.recall_queries)
+        self.impl.recall_from(stores, 0, spec.policy.recall_queries)
         self.units = opened(stores, (1, 1 + (len(self.pool) - 1) // 2), self.impl.recall)
 
     def plan(self, step: Step) -> Any:

@@ -12,13 +12,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import psutil
-import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.utils.platform_utils import is_uva_available
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
@@ -27,6 +26,7 @@ from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import GIB, RecallMemory, check_one_fits
 from vllm_cascade.sessions.settings import SessionSettings
+from vllm_cascade.step.recall import shape_of_units, unit_shape
 
 SHARE = 0.25
 """Part of the host's available memory, and of a device's, that the default of ``recall_memory`` may
@@ -137,19 +137,6 @@ def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
                 yield folder, limit, used, cache
 
 
-def unit_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
-    """Shape of a rank's units in ``num_layers`` layers, which have this spec."""
-    return _shape(
-        spec.engine_schedule.policy,
-        num_layers,
-        spec.num_kv_heads,
-        spec.head_size,
-        spec.dtype,
-        spec.kv_quant_mode.is_per_token_head,
-        spec.latent,
-    )
-
-
 def model_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
     """Shape of a rank's units in all layers of the model that recall.
 
@@ -162,30 +149,6 @@ def model_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
     kind, *_ = spec.kinds
     own = replace(spec, num_kv_heads=kind.num_kv_heads, head_size=kind.head_size)
     return unit_shape(own, kind.num_layers)
-
-
-def _shape(
-    policy: Policy,
-    num_layers: int,
-    heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    scaled: bool,
-    latent: bool,
-) -> UnitShape:
-    return UnitShape(
-        num_layers=num_layers,
-        num_kv_heads=heads,
-        num_sets=heads if policy.head_policy == "per_kv_head" else 1,
-        unit=policy.unit,
-        head_size=head_size,
-        dtype=dtype,
-        most_units=policy.recall_store // policy.unit,
-        most_recalled=policy.recall,
-        row_scales=ROW_SCALES if scaled else 0,
-        latent=latent,
-        in_8_bits=policy.recall_rows == "int8" and dtype.itemsize > 1,
-    )
 
 
 def _sees_all(text: PretrainedConfig, kind: str) -> bool:
@@ -212,7 +175,7 @@ def _shape_of_config(config: VllmConfig, policy: Policy) -> tuple[UnitShape, boo
     heads = model.get_num_kv_heads(parallel)
     other = getattr(text, "num_global_key_value_heads", None) or 0
     size = max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0)
-    shape = _shape(
+    shape = shape_of_units(
         policy,
         whole or model.get_total_num_hidden_layers(),
         max(heads, other // parallel.tensor_parallel_size),
@@ -284,15 +247,9 @@ def open_memory(shape: UnitShape, policy: Policy, config: VllmConfig) -> RecallM
 
 def _count(shape: UnitShape, policy: Policy, limit: int, config: VllmConfig) -> RecallMemory:
     """The device's count of an engine's stores, for at most ``limit`` bytes over all ranks."""
-    ranks, scheduler = config.parallel_config.tensor_parallel_size, config.scheduler_config
+    ranks = config.parallel_config.tensor_parallel_size
     backend = resolve_name(this_device().backend)
-    memory: RecallMemory = backend.count_stores(
-        shape,
-        compiled(policy),
-        limit // ranks,
-        scheduler,
-        bool(config.cache_config.enable_prefix_caching),
-    )
+    memory: RecallMemory = backend.count_stores(shape, compiled(policy), limit // ranks, config)
     memory.ranks = ranks
     return memory
 

@@ -34,7 +34,7 @@ from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.certify import certify_layers, shapes_of_layers
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.nodes import check_workers
-from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_shape
+from vllm_cascade.engine.recall_memory import model_shape, open_memory
 from vllm_cascade.engine.session_worker import SessionWorker
 from vllm_cascade.engine.stages import of_all_stages, own_part
 from vllm_cascade.log import logger
@@ -45,7 +45,8 @@ from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.drafts import Drafts, Rejected, most_drafts
+from vllm_cascade.step.drafts import Drafted, Drafts, most_drafts
+from vllm_cascade.step.recall import unit_shape
 from vllm_cascade.step.requests import (
     NoRequests,
     Requests,
@@ -366,7 +367,7 @@ class KVPolicyWorker(SessionWorker):
         assert self._drafts is not None
         self._undo(self._drafts.note(output), self._builders())
 
-    def _undo(self, rejected: Sequence[Rejected], builders: Sequence[StepBuilder]) -> None:
+    def _undo(self, rejected: Sequence[Drafted], builders: Sequence[StepBuilder]) -> None:
         if not rejected:
             return
         blocks = [self._requests.blocks(one.name) for one in rejected]

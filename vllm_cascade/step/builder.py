@@ -22,7 +22,7 @@ from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.stores import UnitStores
-from vllm_cascade.step.drafts import Drafts, Rejected
+from vllm_cascade.step.drafts import Drafted, Drafts
 from vllm_cascade.step.inputs import Undone
 from vllm_cascade.step.plan import describe
 from vllm_cascade.step.positions import CachePositions
@@ -134,7 +134,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         counters.evicted_tokens += step.evicted
         return step
 
-    def undone(self, rejected: Sequence[Rejected], blocks: Sequence[Sequence[int]]) -> Undone:
+    def undone(self, rejected: Sequence[Drafted], blocks: Sequence[Sequence[int]]) -> Undone:
         """Rejected drafts as this builder's layers undo them; they no longer count.
 
         Args:

@@ -27,27 +27,13 @@ def most_drafts(config: VllmConfig) -> int:
 
 @dataclass(frozen=True)
 class Drafted:
-    """The drafts of a request's last row.
-
-    Attributes:
-        begin: stream index of the first one.
-        num: their number.
-        place: number of the first one's place in the layers' saved rows.
-    """
-
-    begin: int
-    num: int
-    place: int
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Drafts of a request that were rejected: the last ``num`` of its last row.
+    """Drafts of a request's last row: all of them, or the last ones, which were rejected.
 
     Attributes:
         name: the request's id.
-        begin: stream index of the first one, the tokens that stay.
-        place: number of the first one's place.
+        begin: stream index of the first one.
+        num: their number.
+        place: number of the first one's place in the layers' saved rows.
     """
 
     name: str
@@ -74,7 +60,7 @@ class Drafts:
         self._free = list(range(most_requests))[::-1]
         self._drafted: dict[str, Drafted] = {}
 
-    def note(self, output: SchedulerOutput) -> list[Rejected]:
+    def note(self, output: SchedulerOutput) -> list[Drafted]:
         """Follow the scheduler; called before every step. Returns what is to be undone."""
         for name in output.preempted_req_ids or ():
             self._take(name)  # its pages are gone
@@ -92,7 +78,7 @@ class Drafts:
         for name, num, drafts in self._rows(output):
             begin = begins[name] + num - drafts
             assert begin > begins[name], "a row begins with a token that is known"
-            self._drafted[name] = Drafted(begin, drafts, self._free.pop() * self.most)
+            self._drafted[name] = Drafted(name, begin, drafts, self._free.pop() * self.most)
         return [found for found in rejected if found is not None]
 
     def _rows(self, output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
@@ -106,7 +92,7 @@ class Drafts:
             self._free.append(drafted.place // self.most)
         return drafted
 
-    def _reject(self, name: str, computed: int) -> Rejected | None:
+    def _reject(self, name: str, computed: int) -> Drafted | None:
         """The drafts behind the first ``computed`` tokens of a request, if it had drafts."""
         drafted = self._take(name)
         if drafted is None or self.warming_up:
@@ -115,7 +101,7 @@ class Drafts:
         assert 0 <= accepted <= drafted.num, (computed, drafted)
         if accepted == drafted.num:
             return None
-        return Rejected(name, computed, drafted.num - accepted, drafted.place + accepted)
+        return Drafted(name, computed, drafted.num - accepted, drafted.place + accepted)
 
     def drafting(self, names: Sequence[str | None], ends: np.ndarray) -> list[int]:
         """Rows of a batch whose last tokens may be undone.

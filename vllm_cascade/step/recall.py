@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strides do with evicted units: when recall selects, and how many units come and go.
+"""Evicted units: their shape, when strides select some, and how many come and go.
 
 How many units are evicted, stored and recalled at any time follows from token counts, so the host
 plans all of it before the step. A layer only decides which units, and copies their rows. Both
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.kernels.columns import (
     BEFORE,
     BEGIN,
@@ -28,10 +29,49 @@ from vllm_cascade.kernels.columns import (
     STREAM,
     TAKES_ALL,
 )
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import Schedule, by_schedule
-from vllm_cascade.recall.log import Log, Part
+from vllm_cascade.recall.log import Log, Part, UnitShape
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.rows import StrideRows
+
+
+def unit_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
+    """Shape of a rank's units in ``num_layers`` layers, which have this spec."""
+    return shape_of_units(
+        spec.engine_schedule.policy,
+        num_layers,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.dtype,
+        spec.kv_quant_mode.is_per_token_head,
+        spec.latent,
+    )
+
+
+def shape_of_units(
+    policy: Policy,
+    num_layers: int,
+    heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    scaled: bool,
+    latent: bool,
+) -> UnitShape:
+    """Shape of a rank's units; ``scaled``: whether rows in the pages have scales of their own."""
+    return UnitShape(
+        num_layers=num_layers,
+        num_kv_heads=heads,
+        num_sets=heads if policy.head_policy == "per_kv_head" else 1,
+        unit=policy.unit,
+        head_size=head_size,
+        dtype=dtype,
+        most_units=policy.recall_store // policy.unit,
+        most_recalled=policy.recall,
+        row_scales=ROW_SCALES if scaled else 0,
+        latent=latent,
+        in_8_bits=policy.recall_rows == "int8" and dtype.itemsize > 1,
+    )
 
 
 def recall_rows(

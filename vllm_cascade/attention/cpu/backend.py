@@ -4,7 +4,7 @@
 from typing import Any
 
 import torch
-from vllm.config import SchedulerConfig
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
@@ -37,14 +37,9 @@ class CPUKVPolicyBackend(KVPolicyBackend):
 
     @classmethod
     def count_stores(
-        cls,
-        shape: UnitShape,
-        schedule: Schedule,
-        limit_bytes: int,
-        limits: SchedulerConfig,
-        keeps_snapshots: bool,
+        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, config: VllmConfig
     ) -> RecallMemory:
-        most_tokens = limits.max_num_batched_tokens
+        most_tokens = config.scheduler_config.max_num_batched_tokens
         return RecallMemory(schedule, limit_bytes, shape.chunk_bytes, most_tokens)
 
     @staticmethod

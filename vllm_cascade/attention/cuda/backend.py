@@ -2,7 +2,7 @@
 """vLLM's ``CUSTOM`` backend while a policy is on."""
 
 import torch
-from vllm.config import SchedulerConfig
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
@@ -36,14 +36,11 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
 
     @classmethod
     def count_stores(
-        cls,
-        shape: UnitShape,
-        schedule: Schedule,
-        limit_bytes: int,
-        limits: SchedulerConfig,
-        keeps_snapshots: bool,
+        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, config: VllmConfig
     ) -> RecallMemory:
-        return RingMemory(schedule, shape, limit_bytes, limits.max_num_seqs, keeps_snapshots)
+        most_rings = config.scheduler_config.max_num_seqs
+        keeps_snapshots = config.cache_config.enable_prefix_caching
+        return RingMemory(schedule, shape, limit_bytes, most_rings, keeps_snapshots)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
