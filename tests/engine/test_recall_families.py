@@ -186,7 +186,7 @@ def test_windows_on_triton(
     two_layers, prompt, total = shallow(FAMILIES[family]), 133, 180
     path = write_family(tmp_path, two_layers)
     settings = {**POLICIES["sink"], "budget": 32, "prefill_stride": 16, "recall_every": 4}
-    settings |= {"recall_store": 128, "recall_memory": 0.1}  # else a card's is asked for
+    settings |= {"recall_store": 128}
     engine_pool.close()  # others of the same settings use the CPU's paths
     limits = {"enable_prefix_caching": False, "max_num_seqs": 4}
     llm = engine(engine_pool, path, settings, {}, logits_processors=[ForceTokens], **limits)
