@@ -7,7 +7,7 @@ they are told.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -143,6 +143,35 @@ def run_oracle(
         stored=stored,
         **oracle_settings(policy),
     )
+
+
+def assert_like(
+    truth: OracleResult,
+    logprobs: Sequence[float] | np.ndarray,
+    kept: dict[int, list[list[list[int]]]] | None = None,
+    name: str = "",
+    closest: float | None = 1e-6,
+    mean_error: float = MEAN_ERROR,
+) -> None:
+    """Compare an engine's log-probabilities and kept tokens with an oracle's.
+
+    Args:
+        kept: kept tokens as in ``OracleResult``; None: they are not compared.
+        closest: the closest contest must exceed this; None: it may be any.
+        mean_error: bound of the mean error; ``MAX_ERROR`` leaves only the largest error's.
+    """
+    error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
+    print(
+        f"{name}: max {error.max():.2e}, mean {error.mean():.2e}, "
+        f"closest {truth.closest_contest:.1e}, choices and those by rounding {truth.recalls}"
+    )
+    unequal = closest is None or truth.closest_contest > closest
+    assert unequal, f"{name}: a tie that rounding decides: choose another text or seed"
+    if kept is not None:
+        assert list(kept) == list(truth.kept)
+        wrong = [end for end in kept if kept[end] != truth.kept[end]]
+        assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
+    assert error.max() < MAX_ERROR and error.mean() < mean_error, name
 
 
 def run_engine(

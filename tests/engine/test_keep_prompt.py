@@ -15,10 +15,9 @@ from tests.engine.pool import (
     preempted,
     prompt_logprobs,
 )
-from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, run_oracle
+from tests.engine.test_against_oracle import assert_like, run_oracle
 from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_units import kept_sets
-from tests.oracle.model import OracleResult
 from tests.oracle.settings import with_prompt
 from vllm_cascade.engine.lookup import requests_of
 
@@ -66,13 +65,6 @@ def read(llm: Any, texts: list[list[int]], lengths: list[int], asked: list[dict]
     return [np.asarray(prompt_logprobs(one) + generated(one)[1]) for one in outputs]
 
 
-def check(name: str, logprobs: Any, truth: OracleResult) -> None:
-    error = np.abs(logprobs - np.asarray(truth.logprobs))
-    print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
-    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
-    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
-
-
 @pytest.mark.slow
 def test_requests_of_every_policy_in_one_batch(
     engine_pool: EnginePool, book_tokens: list[int]
@@ -89,7 +81,7 @@ def test_requests_of_every_policy_in_one_batch(
     for i, (name, (length, extra_args, changes)) in enumerate(ASKED.items()):
         settings = {**POLICY, "head_policy": "homogeneous", **changes}
         truth = run_oracle(with_prompt(settings, length), texts[i], prompt_len=length)
-        check(name, together[i], truth)
+        assert_like(truth, together[i], name=name)
         steps = len(texts[i]) - 1  # the last token is sampled and never inserted
         seen += steps - requests.schedule(extra_args, length).count_at(steps)
         (last,) = [line for end, line in truth.kept.items() if end == steps]
@@ -193,7 +185,7 @@ def test_kept_tokens_are_the_oracles(
         settings = with_prompt(policy, length)
         chosen = kept if "recall" in policy else None
         truth = run_oracle(settings, text, prompt_len=length, chosen=chosen)
-        check(f"{name} {length}", logprobs, truth)
+        assert_like(truth, logprobs, name=f"{name} {length}")
         unit, steps = policy.get("unit", 1), len(text) - 1  # the last token is never inserted
         assert kept == {end: layers for end, layers in truth.kept.items() if end <= steps}
         first = -(-min(length, policy["keep_prompt"]) // unit) * unit

@@ -87,10 +87,10 @@ class PlainImpl(KVPolicyImpl):
             for stride in strides:
                 tokens = new.at(stride.rows)
                 new.output[stride.rows] = attend_and_insert(
-                    self._layer, self._pages, stride, *tokens
+                    self.layer_config, self.pages, stride, *tokens
                 )
             if self.recorder is not None:
-                self.recorder.record(name, self._pages, rows, metadata.table)
+                self.recorder.record(name, self.pages, rows, metadata.table)
 
 
 class PlainBackend(KVPolicyBackend):

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool, counters, generated, pool_usage, prompt_logprobs
-from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
+from tests.engine.test_against_oracle import MAX_ERROR, PYTORCH, assert_like, run_oracle
 from tests.engine.test_batching import ForceTokens, engine, forced
 from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask
@@ -133,16 +133,7 @@ def run_case(
     after = counters(llm)
 
     truth = run_oracle(settings, text[:total], prompt_len=num_prompt, chosen=kept)
-    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
-    print(
-        f"max {error.max():.2e}, mean {error.mean():.2e}, closest {truth.closest_contest:.1e}, "
-        f"choices {truth.recalls}"
-    )
-    assert list(kept) == list(truth.kept)
-    wrong = [end for end in kept if kept[end] != truth.kept[end]]
-    assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
-    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
-    assert truth.closest_contest > 1e-7, "a tie that rounding decides: choose another text"
+    assert_like(truth, logprobs[:-1], kept, closest=1e-7)
     if "recall_rows" in settings:
         exact = {**settings, "recall_rows": "exact"}
         other = run_oracle(exact, text[:total], prompt_len=num_prompt, chosen=kept)
@@ -305,7 +296,5 @@ def test_requests_of_their_own(engine_pool: EnginePool, book_tokens: list[int]) 
     for (name, (_, settings)), output in zip(asked.items(), outputs, strict=True):
         truth = run_oracle({**base, **settings}, texts[name], prompt_len=length)
         logprobs = prompt_logprobs(output) + generated(output)[1]
-        error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
-        print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
-        assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
+        assert_like(truth, logprobs, name=name, closest=None)
     assert pool_usage(llm) == 0.0

@@ -3,13 +3,12 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
-from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, run_oracle
+from tests.engine.test_against_oracle import assert_like, run_oracle
 from tests.engine.test_batching import ForceTokens, forced
 
 POLICY = {"name": "cascade", "budget": 128, "num_subcaches": 4, "prefill_stride": 64}
@@ -70,10 +69,7 @@ def test_in_one_batch_each_is_its_own_oracles(
             for token, entry in zip(text[length:], output.outputs[0].logprobs, strict=True)
         ]
         truth = run_oracle(ORACLE[name], text, prompt_len=length)
-        error = np.abs(np.asarray(prompt_logprobs(output) + decode) - np.asarray(truth.logprobs))
-        print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
-        assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
-        assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
+        assert_like(truth, prompt_logprobs(output) + decode, name=name)
     schedules = [schedule_of(llm, asked) for asked in ASKED.values()]
     steps = length + decoded - 1  # the last token is sampled and never inserted
     evicted = sum(steps - schedule.count_at(steps) for schedule in schedules)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import mla_attention
@@ -20,7 +19,7 @@ from vllm.v1.attention.backends.mla.prefill import selector
 from tests.engine import graph_profile
 from tests.engine.pool import EnginePool
 from tests.engine.stored_rows import StoredRows
-from tests.engine.test_against_oracle import MAX_ERROR
+from tests.engine.test_against_oracle import MAX_ERROR, assert_like
 from tests.engine.test_batching import ForceTokens
 from tests.engine.test_families import POLICIES, compare, random_tokens
 from tests.engine.test_full_attention import experts_in_one_group
@@ -201,10 +200,8 @@ def test_recall_in_8_bits(
     kept = kept_sets(llm)
     quantised = {"quantiser": Quantiser.of(cache_dtype), "stored": rows.layers}
     truth = run_family(path, family, text[:-1], prompt, settings, kept, **quantised)
-    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    assert_like(truth, logprobs[:-1], kept, closest=None, mean_error=MAX_ERROR)
     choices, near = truth.recalls
-    print(f"max {error.max():.1e}, mean {error.mean():.1e}; {near} of {choices} by rounding")
-    assert kept == truth.kept and error.max() < MAX_ERROR
     assert choices > 10 and near <= 0.1 * choices
     check_company(llm)
     check_replayed(llm)

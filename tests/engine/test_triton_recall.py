@@ -13,7 +13,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool, counters, generated, pool_usage, prompt_logprobs
-from tests.engine.test_against_oracle import run_oracle
+from tests.engine.test_against_oracle import MAX_ERROR, assert_like, run_oracle
 from tests.engine.test_batching import ForceTokens, forced
 from tests.engine.test_prefix_caching import Turn, ask
 from tests.engine.test_recall import read
@@ -96,14 +96,9 @@ def check(llm: Any, settings: dict[str, Any], text: list[int], prompt: int, mode
     truth = run_oracle(
         {"recall_store": 512, **settings}, text, model, prompt_len=prompt, chosen=kept
     )
-    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
-    print(f"max {error.max():.2e}, closest {truth.closest_contest:.1e}, choices {truth.recalls}")
-    assert list(kept) == list(truth.kept)
-    wrong = [end for end in kept if kept[end] != truth.kept[end]]
-    assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
-    assert error.max() < 2e-4
     by_text = settings["name"] == "dgc"  # whose sums of scores are exactly equal, or far apart
-    assert by_text or truth.closest_contest > 1e-7, "a tie that rounding decides: choose another"
+    closest = None if by_text else 1e-7
+    assert_like(truth, logprobs[:-1], kept, closest=closest, mean_error=MAX_ERROR)
     choices, near = truth.recalls
     assert choices > 10 and near <= 0.05 * choices
     assert pool_usage(llm) == 0.0
@@ -152,9 +147,7 @@ def test_requests_of_their_own(engine_pool: EnginePool, llama: Path) -> None:
     for text, (_, settings, a, _), output in zip(texts, asked, outputs, strict=True):
         truth = run_oracle({**base, **settings}, text, llama, prompt_len=a)
         logprobs = prompt_logprobs(output) + generated(output)[1]
-        error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
-        print(f"{settings}: max {error.max():.1e}")
-        assert error.max() < 2e-4, settings
+        assert_like(truth, logprobs, name=f"{settings}", closest=None, mean_error=MAX_ERROR)
     assert pool_usage(llm) == 0.0 and len(stores_of(llm).rings) <= 4
     llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1), use_tqdm=False)
     assert counters(llm)["stored_units"] == 0

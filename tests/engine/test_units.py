@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.cpp_library import CALLS
 from tests.engine.pool import EnginePool, generated, pool_usage, preempted, prompt_logprobs
-from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
+from tests.engine.test_against_oracle import PYTORCH, assert_like, run_oracle
 from tests.engine.test_batching import engine, forced
 from tests.engine.test_prefix_caching import ask
 from tests.oracle.settings import oracle_settings
@@ -82,15 +82,7 @@ def run_case(
     done = {key: after[key] - before[key] for key in after}
 
     truth = run_oracle(case.settings, tokens[: case.total], prompt_len=case.prompt)
-    closest = truth.closest_contest
-    assert closest > 1e-6, "a tie that rounding decides: choose another text"
-    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
-    print(f"max {error.max():.2e}, mean {error.mean():.2e}, closest {closest:.1e}")
-    assert list(kept) == list(truth.kept)
-    wrong = [end for end in kept if kept[end] != truth.kept[end]]
-    assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
-    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
-
+    assert_like(truth, logprobs[:-1], kept)
     stride = oracle_settings(case.settings)["stride"]
     assert done["strides"] == -(-case.prompt // stride) + case.total - case.prompt == len(kept)
     assert done["tokens"] == case.total
@@ -204,11 +196,7 @@ def test_requests_of_their_own_in_one_batch(
         assert generated(output)[0] == texts[name][length:]
         settings = {**settings, "prefill_stride": 64, "unit": 16}
         truth = run_oracle(settings, texts[name], prompt_len=length)
-        assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
-        logprobs = prompt_logprobs(output) + generated(output)[1]
-        error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
-        print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
-        assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
+        assert_like(truth, prompt_logprobs(output) + generated(output)[1], name=name)
         steps = length + num - 1  # the last token is never attended
         evicted += steps - len(truth.kept[steps][0][0])
     assert after["evicted_tokens"] - before["evicted_tokens"] == evicted

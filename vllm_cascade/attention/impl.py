@@ -116,6 +116,18 @@ class KVPolicyImpl(AttentionImpl[Any]):
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
 
+    @property
+    def layer_config(self) -> LayerConfig:
+        """The layer's constants, once prepared."""
+        assert self._layer is not None, "prepare() was not called"
+        return self._layer
+
+    @property
+    def pages(self) -> Pages:
+        """The layer's page pool, once prepared."""
+        assert self._pages is not None, "prepare() was not called"
+        return self._pages
+
     def prepare(
         self,
         spec: KVPolicySpec,

@@ -122,8 +122,7 @@ class Reference(CPUKVPolicyImpl):
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
         KVPolicyImpl.prepare(self, spec, *args, **kwargs)
-        assert self._layer is not None and self._pages is not None, "set by KVPolicyImpl"
-        self.path = PyTorchPath(self._layer, self._pages)
+        self.path = PyTorchPath(self.layer_config, self.pages)
 
 
 def with_copies(num_ranks: int) -> Exchanges:

@@ -8,8 +8,6 @@ tensor-parallel ranks.
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +33,7 @@ from vllm_cascade.policies.arguments import CHECK, CHECK_MODES, FLAGS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import validated
 from vllm_cascade.policies.settings import Given, KVPolicyError, Misfit
+from vllm_cascade.sessions.files import replacing
 from vllm_cascade.step.drafts import most_drafts
 
 MOST_CHECKED = 2048
@@ -225,18 +224,11 @@ def _is_kept(file: Path) -> bool:
 
 
 def _keep(file: Path, verdict: dict[str, Any]) -> None:
-    """Write a verdict. All ranks do, of one or more machines, so each has its own partial file."""
+    """Write a verdict. All ranks do, of one or more machines, and the last one's stays."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(".partial", f"{file.stem}.", file.parent)
-        try:
-            with open(descriptor, "w") as text:
-                text.write(json.dumps(verdict))
-                text.flush()
-                os.fsync(descriptor)
-            os.replace(partial, file)
-        finally:
-            Path(partial).unlink(missing_ok=True)
+        with replacing(file) as partial:
+            partial.write(json.dumps(verdict).encode())
     except OSError as error:
         logger.warning("The check's verdict cannot be kept (%s): the next start repeats it", error)
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of sessions, ``vllm:kv_session*``, beside those of the policy."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -37,6 +39,25 @@ LOST = {
 }
 """What became of a state that was not kept, or of a session that cannot be used."""
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+GAUGE = partial(Gauge, multiprocess_mode="mostrecent")
+LOADS = partial(Histogram, buckets=LOAD_SECONDS)
+LABELS = ("model_name", "engine")
+METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...], Iterable[str]]] = {
+    "sessions": (GAUGE, "Sessions held.", (*LABELS, "tier"), TIERS),
+    "bytes": (GAUGE, "Bytes of sessions held.", (*LABELS, "tier"), TIERS),
+    "hits": (Counter, "Requests that started from a session.", (*LABELS, "tier"), TIERS),
+    "misses": (Counter, "Requests that started from no session.", (*LABELS, "reason"), MISSES),
+    "lost": (
+        Counter,
+        "States that were not kept, and sessions that were dropped or cannot be used.",
+        (*LABELS, "reason"),
+        LOST,
+    ),
+    "hit_tokens": (Counter, "Tokens that these requests did not read.", LABELS, ()),
+    "kept": (Counter, "Sessions kept.", LABELS, ()),
+    "load_seconds": (LOADS, "Seconds until a session was read from disk.", LABELS, ()),
+}
+"""Class, help text, labels, and values of a third label, by field of ``SessionStats``."""
 
 
 @dataclass
@@ -67,47 +88,15 @@ class SessionStatLogger(StatLogger):
     key = "kv_sessions"
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        labels = ("model_name", "engine")
-        sessions = Gauge(
-            "vllm:kv_sessions", "Sessions held.", (*labels, "tier"), multiprocess_mode="mostrecent"
-        )
-        size = Gauge(
-            f"{PREFIX}bytes",
-            "Bytes of sessions held.",
-            (*labels, "tier"),
-            multiprocess_mode="mostrecent",
-        )
-        hits = Counter(f"{PREFIX}hits", "Requests that started from a session.", (*labels, "tier"))
-        misses = Counter(
-            f"{PREFIX}misses", "Requests that started from no session.", (*labels, "reason")
-        )
-        lost = Counter(
-            f"{PREFIX}lost",
-            "States that were not kept, and sessions that were dropped or cannot be used.",
-            (*labels, "reason"),
-        )
-        tokens = Counter(f"{PREFIX}hit_tokens", "Tokens that these requests did not read.", labels)
-        kept = Counter(f"{PREFIX}kept", "Sessions kept.", labels)
-        load = Histogram(
-            f"{PREFIX}load_seconds",
-            "Seconds until a session was read from disk.",
-            labels,
-            buckets=LOAD_SECONDS,
-        )
         model = str(vllm_config.model_config.served_model_name)
-        self.metrics = {
-            index: {
-                "sessions": {tier: sessions.labels(model, str(index), tier) for tier in TIERS},
-                "bytes": {tier: size.labels(model, str(index), tier) for tier in TIERS},
-                "hits": {tier: hits.labels(model, str(index), tier) for tier in TIERS},
-                "misses": {why: misses.labels(model, str(index), why) for why in MISSES},
-                "lost": {why: lost.labels(model, str(index), why) for why in LOST},
-                "hit_tokens": tokens.labels(model, str(index)),
-                "kept": kept.labels(model, str(index)),
-                "load_seconds": load.labels(model, str(index)),
-            }
-            for index in engine_indexes
-        }
+        self.metrics = {index: {} for index in engine_indexes}
+        for key, (make, text, labels, values) in METRICS.items():
+            name = "vllm:kv_sessions" if key == "sessions" else PREFIX + key
+            metric = make(name, text, labels)
+            for index, own in self.metrics.items():
+                of = model, str(index)
+                by_value = {value: metric.labels(*of, value) for value in values}
+                own[key] = by_value or metric.labels(*of)
 
     def export(self, metrics: dict[str, Any], stats: SessionStats) -> None:
         for name in ("sessions", "bytes"):

@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
@@ -178,17 +179,20 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BufferedWriter]:
-    """Open a file that is under its name, synced, only if what is done inside succeeds."""
-    left = temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    """Open a file that is under its name, synced, only if what is done inside succeeds.
+
+    Other processes, of other machines too, may write the same file at the same time.
+    """
+    left = temporary = path.with_name(f".{uuid.uuid4().hex}-{path.name}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        left = temporary.rename(path)
+        left = temporary.replace(path)
         _sync_folder(path.parent)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             left.unlink(missing_ok=True)
         raise

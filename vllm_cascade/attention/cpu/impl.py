@@ -23,19 +23,18 @@ class CPUKVPolicyImpl(SharingImpl):
     """Runs a step's waves: single tokens in one batch, longer strides one by one.
 
     Attributes:
-        path: attends and inserts; only inserts if other layers attend to this layer's cache.
+        path: attends and inserts; only inserts if layers share the cache. ``prepare`` sets it.
         attending: attends only; None if no cache is shared.
     """
 
     knows_windows = knows_sinks = knows_codes = True
-    path: Path | None = None
+    path: Path
     attending: Path | None = None
     recall: LayerRecall | None = None
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
         super().prepare(spec, *args, **kwargs)
-        assert self._layer is not None and self._pages is not None, "set by KVPolicyImpl"
-        self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
+        self.path = choose(self.layer_config, self.pages, self.num_heads, spec.schedule)
         self._schedule = spec.schedule
 
     def attend_to(self, owner: Any) -> None:
@@ -44,23 +43,19 @@ class CPUKVPolicyImpl(SharingImpl):
         owner.attending = owner._path("attend")
 
     def _path(self, part: Part) -> Path:
-        assert self._layer is not None and self._pages is not None, "prepare() was not called"
-        layer = replace(self._layer, part=part)
-        return choose(layer, self._pages, self.num_heads, self._schedule)
+        layer = replace(self.layer_config, part=part)
+        return choose(layer, self.pages, self.num_heads, self._schedule)
 
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
-        assert self._layer is not None and self._pages is not None, "prepare() was not called"
-        in_8_bits, native = stores.shape.in_8_bits, None
-        if isinstance(self.path, NativePath) and self._layer.gather_heads is None:
+        layer, in_8_bits, native = self.layer_config, stores.shape.in_8_bits, None
+        if isinstance(self.path, NativePath) and layer.gather_heads is None:
             native = self.path.recall(index)  # ranks that choose together do so in PyTorch
-        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, native, in_8_bits)
+        self.recall = LayerRecall(layer, self.pages, index, most_queries, native, in_8_bits)
 
     def keep_drafts(self, most_requests: int) -> None:
-        assert self.path is not None and self._pages is not None, "prepare() was not called"
-        self.path.keep_drafts(Journal(self._pages, most_requests))
+        self.path.keep_drafts(Journal(self.pages, most_requests))
 
     def undo(self, undone: Undone) -> None:
-        assert self.path is not None, "prepare() was not called"
         self.path.undo(undone)
         self._forget(undone)
 
@@ -68,7 +63,6 @@ class CPUKVPolicyImpl(SharingImpl):
         if self.run_shared(name, metadata, new):
             return
         if metadata.singles and not self._recalls(metadata) and self.recorder is None:
-            assert self.path is not None, "prepare() was not called"
             self.path.tokens(metadata.singles, new)
         else:
             for wave in metadata.waves:
@@ -96,29 +90,28 @@ class CPUKVPolicyImpl(SharingImpl):
             self.attending.stride(stride, new)
 
     def _end_wave(self, metadata: CPUMetadata, wave: CPUWave, new: NewTokens) -> None:
-        assert self.path is not None and self._pages is not None, "prepare() was not called"
         if wave.singles is not None:
-            self._tokens(self.path, wave.singles, new)
+            self._tokens(wave.singles, new)
         for stride in wave.strides:
-            self._stride(self.path, stride, new)
+            self._stride(stride, new)
         if self.recorder is not None:
-            self.recorder.record(self.name, self._pages, wave.rows, metadata.table)
+            self.recorder.record(self.name, self.pages, wave.rows, metadata.table)
 
-    def _tokens(self, path: Path, singles: Singles, new: NewTokens) -> None:
+    def _tokens(self, singles: Singles, new: NewTokens) -> None:
         if not singles.recall or self.recall is None:
-            path.tokens([singles], new)
+            self.path.tokens([singles], new)
             return
         before = self.recall.ranks_before(singles)
-        path.tokens([singles], new)
+        self.path.tokens([singles], new)
         self.recall.store_of_tokens(singles, before)
 
-    def _stride(self, path: Path, stride: Stride, new: NewTokens) -> None:
+    def _stride(self, stride: Stride, new: NewTokens) -> None:
         plan = stride.recall
         if plan is None or self.recall is None:
-            path.stride(stride, new)
+            self.path.stride(stride, new)
             return
         gone = self.recall.room(plan.stored) if len(plan.stored) else None
-        path.stride(stride, new, gone)
+        self.path.stride(stride, new, gone)
         if gone is not None:
             self.recall.store(plan, gone)
 

@@ -161,12 +161,11 @@ class TritonKVPolicyImpl(SharingImpl):
         return num_bytes, counters_of(worst)
 
     def keep_drafts(self, most_requests: int) -> None:
-        assert self._pages is not None, "prepare comes first"
         self._held = self._made = None  # the profile has counted it
         self._repeater = make_repeater()  # the kernels are made again
-        own = Journal(self._pages, most_requests)
-        self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
-        words = words_of(self._pages, "kv", *TRACE_WORDS, "versions")
+        pages, own = self.pages, Journal(self.pages, most_requests)
+        self._saved = Saved(own.rows, own.words, own.scale, pages.scale)
+        words = words_of(pages, "kv", *TRACE_WORDS, "versions")
         self._undo = DraftUndo(**words, saved=self._saved)
 
     def undo(self, undone: Undone) -> None:
@@ -183,8 +182,7 @@ class TritonKVPolicyImpl(SharingImpl):
         **kwargs: Any,
     ) -> None:
         super().prepare(spec, kv_cache, rotary, *args, **kwargs)
-        assert self._pages is not None
-        self._made, self._stored = None, stored_of(self._pages)
+        self._made, self._stored = None, stored_of(self.pages)
         self._repeater = make_repeater()
         if rotary is not None:
             self._decode_rotation = rotation_table(
@@ -198,16 +196,14 @@ class TritonKVPolicyImpl(SharingImpl):
     @property
     def variant(self) -> tuple[Any, ...]:
         """Key of compiled kernels, as far as layers with equal pages differ in it."""
-        layer = self._layer
-        assert layer is not None, "prepare comes first"
+        layer = self.layer_config
         turning = None if layer.rotation is None else layer.rotation.shape[-1]
         kinds = turning, layer.is_neox, layer.softcap > 0, layer.slopes is None, layer.sinks is None
         strides = self.token_strides or ()
         return *kinds, bool(self.last), *(stride % 16 == 0 for stride in strides)
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
-        assert self._layer is not None and self._pages is not None, "prepare comes first"
-        where = self._layer, self._pages, self._stored
+        where = self.layer_config, self.pages, self._stored
         config = self._config
         most = stores.num_requests if config is None else config.scheduler_config.max_num_seqs
         self.recall = LayerRings(*where, stores, index, most_queries, most)
@@ -293,8 +289,7 @@ class TritonKVPolicyImpl(SharingImpl):
                 self.recall.choose_alone(stride, row, new.query)
 
     def _only_attend(self, metadata: TritonMetadata, wave: DeviceWave, new: NewTokens) -> None:
-        assert self._pages is not None, "the owner has its pages"
-        tokens, pages = Tokens(*new, logit_scale=metadata.logit_scale), self._pages
+        tokens, pages = Tokens(*new, logit_scale=metadata.logit_scale), self.pages
         kernels = self._kernels(pages, metadata.spec, tokens)
         if wave.decode is not None:
             merge = kernels.singles.plain_merge
@@ -308,10 +303,9 @@ class TritonKVPolicyImpl(SharingImpl):
             self._stride_in_pytorch(pages, stride, new, "attend")
 
     def _end_wave(self, metadata: TritonMetadata, wave: DeviceWave, new: NewTokens) -> None:
-        assert self._pages is not None, "the owner has its pages"
-        tokens = Tokens(*new, logit_scale=metadata.logit_scale)
-        kernels = self._kernels(self._pages, metadata.spec, tokens)
-        self._run_wave(self.name, kernels, self._pages, metadata, wave, new, tokens, selects=False)
+        tokens, pages = Tokens(*new, logit_scale=metadata.logit_scale), self.pages
+        kernels = self._kernels(pages, metadata.spec, tokens)
+        self._run_wave(self.name, kernels, pages, metadata, wave, new, tokens, selects=False)
 
     # --- kernels --------------------------------------------------------------------------------
 
@@ -482,8 +476,7 @@ class TritonKVPolicyImpl(SharingImpl):
     @property
     def row_dtype(self) -> torch.dtype:
         """Dtype of new tokens' rows."""
-        assert self._pages is not None and self._layer is not None, "prepare comes first"
-        return self._layer.dtype or self._pages.kv.dtype
+        return self.layer_config.dtype or self.pages.kv.dtype
 
     @property
     def _decides_with_others(self) -> bool:
@@ -494,15 +487,16 @@ class TritonKVPolicyImpl(SharingImpl):
         self, kernels: SingleKernels, pages: Pages, policy: Policy, singles: Singles
     ) -> Singles:
         """Scores in the pages, and the new tokens', over all tensor-parallel ranks."""
-        assert self._layer is not None and self._layer.over_ranks is not None
+        layer = self.layer_config
+        assert layer.over_ranks is not None, "other ranks decide, too"
         if kernels.rank_scores is not None:
             masses, scores = kernels.rank_scores
             masses(singles)
             assert singles.masses is not None, "they were carved"
-            put_together(self._layer.over_ranks, policy.head_reduction, singles.masses)
+            put_together(layer.over_ranks, policy.head_reduction, singles.masses)
             scores(singles)
             return singles
-        made, gather = (singles.logits, singles.own, singles.lse), self._layer.gather_heads
+        made, gather = (singles.logits, singles.own, singles.lse), layer.gather_heads
         assert gather is not None, "it comes with over_ranks"
         logits, own, lse = (all_heads(gather, one) for one in made if one is not None)
         new_score = update(
@@ -608,8 +602,7 @@ class TritonKVPolicyImpl(SharingImpl):
     def _stride_in_pytorch(
         self, pages: Pages, stride: Stride, new: NewTokens, part: Part, gone: Evicted | None = None
     ) -> None:
-        assert self._layer is not None, "warm-up rows are left out"
-        layer = self._layer if part == "both" else replace(self._layer, part=part)
+        layer = self.layer_config if part == "both" else replace(self.layer_config, part=part)
         with torch.device(new.query.device):  # where the path makes its index tables
             attended = attend_and_insert(layer, pages, stride, *new.at(stride.rows), gone)
         new.output[stride.rows] = attended.to(new.output.dtype)
