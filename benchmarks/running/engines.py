@@ -144,7 +144,7 @@ class EngineSettings:
 
 
 def text_config(model: str) -> Any:
-    """A model's configuration; of one that also reads pictures, that of its language model."""
+    """A model's configuration; of one that also reads images, that of its language model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)

@@ -228,7 +228,7 @@ def test_server_arguments_may_be_quoted() -> None:
 
 @pytest.mark.parametrize("name", ["Gemma3Config", "Llama4Config", "LlamaConfig"])
 def test_keys_and_values_of_a_token_are_the_language_models(name: str, tmp_path: Path) -> None:
-    """Models that also read pictures have these sizes one level deeper."""
+    """Models that also read images have these sizes one level deeper."""
     import transformers
 
     sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}

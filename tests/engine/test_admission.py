@@ -163,8 +163,8 @@ def test_both_ways_in_know_streaming_input() -> None:
 def test_prompts_of_an_encoder_and_a_decoder() -> None:
     """Of speech models, for one: they have no policy, and their prompts have two parts."""
     decoder = {"type": "token", "prompt_token_ids": [1, 2]}
-    sound = {"type": "multimodal", "prompt_token_ids": [1] * 400}
-    prompt = {"type": "enc_dec", "encoder_prompt": sound, "decoder_prompt": decoder}
+    audio = {"type": "multimodal", "prompt_token_ids": [1] * 400}
+    prompt = {"type": "enc_dec", "encoder_prompt": audio, "decoder_prompt": decoder}
     stock = SimpleNamespace(vllm_config=config(None))
     generate = request_checks._wrap_generate(lambda *args: "answer")
     params = SamplingParams(max_tokens=8)

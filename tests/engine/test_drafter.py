@@ -57,13 +57,13 @@ class Drafter(BoundedDrafter):
     def combined(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def call_model(self, metadata: Any, token_ids: Any, hidden: Any, pictures: Any) -> Any:
+    def call_model(self, metadata: Any, token_ids: Any, hidden: Any, images: Any) -> Any:
         assert token_ids.dtype == torch.int32
         if metadata is None:
             self.padding.append((token_ids, hidden))
             return
         assert metadata == {"layer": "metadata"}
-        self.calls.append((token_ids, hidden, pictures))
+        self.calls.append((token_ids, hidden, images))
         states = token_ids[:, None].expand(-1, HIDDEN).float() if hidden is None else hidden
         return token_ids[:, None].expand(-1, HIDDEN).float(), states + 1000
 
@@ -108,7 +108,7 @@ def step_on(device: torch.device, first: list[int], length: list[int], end: list
         hidden=hidden.to(device),
         sampled=torch.tensor([901, 902, 903, 904]).to(device),
         following=torch.tensor([777], dtype=torch.int32).to(device),
-        pictures=([torch.zeros(1, HIDDEN, device=device)], torch.arange(len(tokens)) == 4),
+        images=([torch.zeros(1, HIDDEN, device=device)], torch.arange(len(tokens)) == 4),
     )
 
 
@@ -206,12 +206,12 @@ def test_all_tensors_are_on_the_model_s_device(shifts: bool, prompts: bool) -> N
     with IndicesAt():
         drafter, _, (drafts, _) = run("meta", shifts, prompts)
     assert {one.device.type for one in drafts} == {"meta"}
-    for (tokens, hidden, pictures), common in zip(
+    for (tokens, hidden, images), common in zip(
         drafter.calls, drafter.builder.planned, strict=True
     ):
         given = [tokens, common.query_start_loc, common.seq_lens, common.block_table_tensor]
         given += [] if hidden is None else [hidden]
-        given += [] if pictures is None else [pictures[1]]
+        given += [] if images is None else [images[1]]
         assert {one.device.type for one in given} == {"meta"}
         host = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
         assert {one.device.type for one in host} == {"cpu"}
@@ -264,11 +264,11 @@ def test_pictures_reach_the_model_as_embeddings() -> None:
 
     drafter.model, hidden = SimpleNamespace(embed_input_ids=embed_input_ids), torch.zeros(2, 3)
     drafter.supports_mm_inputs = True
-    for pictures in (None, (["picture"], part_of)):
-        found = drafter.inputs_of(tokens, hidden, pictures)
+    for images in (None, (["image"], part_of)):
+        found = drafter.inputs_of(tokens, hidden, images)
         assert found.pop("hidden_states") is hidden
         assert found == {"input_ids": None, "inputs_embeds": "embeddings"}
-        embeds, where = pictures or (None, None)
+        embeds, where = images or (None, None)
         assert given == {
             "ids": tokens, "multimodal_embeddings": embeds, "is_multimodal": where
         }  # fmt: skip

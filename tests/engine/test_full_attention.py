@@ -28,10 +28,10 @@ from tests.oracle.families import model_class, write_family
 from tests.oracle.full_attention import (
     ALPHA,
     BY_TRANSFORMERS,
+    IMAGES,
     NOT_LOADED,
     OTHER_NAMES,
     OWN_MODULES,
-    PICTURES,
     full,
 )
 
@@ -88,8 +88,8 @@ def test_family(
     folders: dict[str, Path],
 ) -> None:
     family, settings = ALL[name], POLICIES[policy]
-    if name in PICTURES:
-        pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
+    if name in IMAGES:
+        pytest.importorskip("torchvision", reason="vLLM's models that see images import it")
     path = written(name, tmp_path_factory, folders)
     llm = engine(engine_pool, path, settings, env)
     named = family.architecture or model_class(family.model_type)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that see pictures, given text: positions of several axes (M-RoPE), windows."""
+"""Models that see images, given text: positions of several axes (M-RoPE), windows."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +34,8 @@ def test_text(
     name: str, policy: str, env: dict[str, str], engine_pool: EnginePool, tmp_path: Path
 ) -> None:
     """1,000 tokens and 60 more: past the budget and the model's 512 positions."""
-    pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
-    seed = 2 if name == "gemma4" else 0  # with 0 and 1 it writes a picture
+    pytest.importorskip("torchvision", reason="vLLM's models that see images import it")
+    seed = 2 if name == "gemma4" else 0  # with 0 and 1 it writes an image
     path, settings = write_multimodal(tmp_path, name, seed), POLICIES[policy]
     llm = engine_pool.get(
         {**settings, "trace": True},
@@ -76,7 +76,7 @@ def test_every_way_in_is_checked() -> None:
     from vllm_cascade.patches import request_checks
 
     made = SimpleNamespace(
-        mm_features=["a picture"],
+        mm_features=["an image"],
         prompt_token_ids=[1, 2],
         prompt_embeds=None,
         sampling_params=None,
@@ -87,7 +87,7 @@ def test_every_way_in_is_checked() -> None:
         process(SimpleNamespace(vllm_config=config(True, {})))
     server = SimpleNamespace(vllm_config=config(True, {}))
     generate = request_checks._wrap_generate(lambda *args: "answer")
-    picture = {"type": "multimodal", "prompt_token_ids": [1, 2]}
+    image = {"type": "multimodal", "prompt_token_ids": [1, 2]}
     with pytest.raises(VLLMValidationError, match="M-RoPE"):
-        generate(server, picture, None)
-    assert generate(server, {**picture, "type": "token"}, None) == "answer"
+        generate(server, image, None)
+    assert generate(server, {**image, "type": "token"}, None) == "answer"

@@ -105,9 +105,9 @@ def scores(llm: Any, tokens: list[int]) -> np.ndarray:
     return np.asarray(prompt_logprobs(output))
 
 
-def skip_without_pictures(family: str) -> None:
+def skip_without_images(family: str) -> None:
     if family.startswith("qwen3.5"):
-        pytest.importorskip("torchvision", reason="vLLM's module has the models with pictures, too")
+        pytest.importorskip("torchvision", reason="vLLM's module has the models with images, too")
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None
     from which another budget, twice as large or smaller by one token, is told apart. The policy
     compares no scores, so that rounding evicts nothing else.
     """
-    skip_without_pictures(family)
+    skip_without_images(family)
     path, tokens = model_of(family), random_tokens(5, 1000)
     policy, wide = POLICIES["sink"], {**POLICIES["sink"], "budget": 430}
     begin, short = tokens[:400], {"max_model_len": 512}  # what stock vLLM has positions for
@@ -169,7 +169,7 @@ def test_delta_nets_in_fp32(
     family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
 ) -> None:
     """Everything of these models but vLLM's kernels for the delta rule, which have no fp32."""
-    skip_without_pictures(family)
+    skip_without_images(family)
     path, settings = model_of(family), POLICIES[policy]
     with delta_rule_in_fp32() as calls:
         llm = engine(engine_pool, path, family, settings, env, dtype="float32")

@@ -409,7 +409,7 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--pipeline-parallel-size must be 1",
     ),
-    "whole pictures beside shared caches": (
+    "whole images beside shared caches": (
         SimpleNamespace(
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2)),
             scheduler_config=SimpleNamespace(disable_chunked_mm_input=True),

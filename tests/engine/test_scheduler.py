@@ -329,8 +329,8 @@ def test_arguments_that_no_front_end_checked_end_their_request(
     assert pool.get_num_free_blocks() == free and not scheduler.has_unfinished_requests()
 
 
-def with_pictures(name: str, prompt: int, *pictures: tuple[int, int], own: bool = True) -> Request:
-    """A prompt with pictures, each its first token and its size; not ``own``: one for each size."""
+def with_images(name: str, prompt: int, *images: tuple[int, int], own: bool = True) -> Request:
+    """A prompt with images, each its first token and its size; not ``own``: one for each size."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     params.update_from_generation_config({}, 0)
     features = [
@@ -340,13 +340,13 @@ def with_pictures(name: str, prompt: int, *pictures: tuple[int, int], own: bool 
             identifier=f"{name} {i}" if own else str(length),
             mm_position=PlaceholderRange(offset=offset, length=length),
         )
-        for i, (offset, length) in enumerate(pictures)
+        for i, (offset, length) in enumerate(images)
     ]
     return Request(name, list(range(1, prompt + 1)), params, None, mm_features=features)
 
 
 class Encoding:
-    """A scheduler of prompts with pictures that checks the encoder's budget and cache.
+    """A scheduler of prompts with images that checks the encoder's budget and cache.
 
     Args:
         ahead: tokens after a chunk that a drafting model reads in the same step.
@@ -388,7 +388,7 @@ class Encoding:
         raise AssertionError(f"a request never ends: {self.ends}")
 
     def _check(self, item: Request, start: int, end: int, output: Any) -> int:
-        """Tokens of the pictures that a request has encoded, all of which its chunk reaches."""
+        """Tokens of the images that a request has encoded, all of which its chunk reaches."""
         chosen = output.scheduled_encoder_inputs.get(item.request_id, [])
         places = [feature.mm_position for feature in item.mm_features]
         for i, place in enumerate(places):
@@ -406,21 +406,21 @@ def inside(ends: list[int], prompt: int) -> list[int]:
 
 @pytest.mark.parametrize("cls", SCHEDULERS)
 def test_a_chunk_before_a_picture_ends_at_a_stride(cls: type) -> None:
-    """The encoder takes two of five pictures in a step."""
-    pictures = [(10 + 115 * i, 100) for i in range(5)]
+    """The encoder takes two of five images in a step."""
+    images = [(10 + 115 * i, 100) for i in range(5)]
     encoding = Encoding(256, cls)
-    encoding.run(with_pictures("a", 600, *pictures))
+    encoding.run(with_images("a", 600, *images))
     assert encoding.ends["a"] == [240, 464, 600, 601]
     whole = Encoding(1024, cls)
-    whole.run(with_pictures("a", 600, *pictures))
+    whole.run(with_images("a", 600, *images))
     assert whole.ends["a"] == [600, 601]
 
 
 @pytest.mark.parametrize("cls", SCHEDULERS)
 def test_a_picture_in_the_first_stride_waits_for_the_encoder(cls: type) -> None:
-    """Four prompts begin with text of a few tokens, and the encoder takes one picture a step."""
+    """Four prompts begin with text of a few tokens, and the encoder takes one image a step."""
     encoding = Encoding(256, cls)
-    prompts = {f"r{i}": with_pictures(f"r{i}", 250, (5 + i, 200)) for i in range(4)}
+    prompts = {f"r{i}": with_images(f"r{i}", 250, (5 + i, 200)) for i in range(4)}
     encoding.run(*prompts.values())
     assert not any(inside(encoding.ends[name], 250) for name in prompts)
     assert not encoding.cache.request_cached_ids
@@ -430,10 +430,10 @@ def test_a_picture_in_the_first_stride_waits_for_the_encoder(cls: type) -> None:
 def test_pictures_beyond_a_shorter_chunk_are_released(
     end: int, held: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
-    """Another prompt has encoded the same picture; this one takes it only if it needs it."""
+    """Another prompt has encoded the same image; this one takes it only if it needs it."""
     cache = EncoderCacheManager(cache_size=500)
-    first = with_pictures("a", 100, (0, 50), own=False)
-    second = with_pictures("b", 300, (0, 40), (100, 50), own=False)
+    first = with_images("a", 100, (0, 50), own=False)
+    second = with_images("b", 300, (0, 40), (100, 50), own=False)
     cache.allocate(first, 0)
     assert cache.check_and_update_cache(second, 1)
     release_unreached(cache, second, end, set(held))
@@ -442,41 +442,41 @@ def test_pictures_beyond_a_shorter_chunk_are_released(
 
 
 def test_where_a_strides_pictures_exceed_the_encoder_the_prompt_goes_on() -> None:
-    """Two pictures of together 260 begin in one stride: a chunk ends before the second."""
+    """Two images of together 260 begin in one stride: a chunk ends before the second."""
     encoding = Encoding(256)
-    encoding.run(with_pictures("a", 600, (240, 10), (252, 250)))
+    encoding.run(with_images("a", 600, (240, 10), (252, 250)))
     assert encoding.ends["a"] == [240, 252, 496, 600, 601]
 
 
 def test_pictures_in_one_piece() -> None:
-    """With --disable-chunked-mm-input a chunk ends before a picture that it cannot hold."""
+    """With --disable-chunked-mm-input a chunk ends before an image that it cannot hold."""
     encoding = Encoding(120, disable_chunked_mm_input=True)
-    encoding.run(with_pictures("a", 300, (10, 100), (150, 110)))
+    encoding.run(with_images("a", 300, (10, 100), (150, 110)))
     assert encoding.ends["a"][-2:] == [300, 301]
 
 
 @pytest.mark.parametrize("cls", SCHEDULERS)
 @pytest.mark.parametrize(
-    ("prompt", "pictures"),
+    ("prompt", "images"),
     [(203, [(76, 20), (96, 70)]), (120, [(20, 3), (24, 70)]), (130, [(33, 80), (114, 3)])],
     ids=["touch", "a token apart", "behind a long one"],
 )
 def test_pictures_in_one_piece_near_each_other(
-    prompt: int, pictures: list[tuple[int, int]], cls: type
+    prompt: int, images: list[tuple[int, int]], cls: type
 ) -> None:
-    """A drafting model reads a token ahead, so vLLM ends a chunk a token before a picture."""
+    """A drafting model reads a token ahead, so vLLM ends a chunk a token before an image."""
     encoding = Encoding(100, cls, ahead=1, disable_chunked_mm_input=True)
-    encoding.run(with_pictures("a", prompt, *pictures))
+    encoding.run(with_images("a", prompt, *images))
     assert encoding.ends["a"][-2:] == [prompt, prompt + 1]
 
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_prompts_with_pictures_in_one_piece_end(seed: int) -> None:
-    """No chunk reaches into a picture and ends there, also where a drafting model reads ahead.
+    """No chunk reaches into an image and ends there, also where a drafting model reads ahead.
 
-    vLLM 0.32 itself divides a picture at which a chunk begins. Where a drafting model reads ahead,
-    pictures do not touch: vLLM would end chunks inside the first one, and 0.32 could never go on.
+    vLLM 0.32 itself divides an image at which a chunk begins. Where a drafting model reads ahead,
+    images do not touch: vLLM would end chunks inside the first one, and 0.32 could never go on.
     """
     rng = random.Random(seed)
     ahead = rng.choice([0, 1])
@@ -485,12 +485,12 @@ def test_prompts_with_pictures_in_one_piece_end(seed: int) -> None:
     )
     requests = []
     for i in range(rng.randint(1, 6)):
-        pictures, end = [], 0
+        images, end = [], 0
         for _ in range(rng.randint(0, 4)):
             offset = end + rng.randint(2 * ahead, 40)
             end = offset + rng.choice([3, 20, 70, rng.randint(1, encoding.budget - ahead)])
-            pictures.append((offset, end - offset))
-        requests.append(with_pictures(f"r{i}", end + rng.randint(1, 60), *pictures))
+            images.append((offset, end - offset))
+        requests.append(with_images(f"r{i}", end + rng.randint(1, 60), *images))
     encoding.run(*requests)
     for item in requests:
         places = [feature.mm_position for feature in item.mm_features]
@@ -502,21 +502,21 @@ def test_prompts_with_pictures_in_one_piece_end(seed: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_prompts_with_pictures_end(seed: int) -> None:
-    """Any pictures, also equal ones, in any batch: each is encoded, and every request ends.
+    """Any images, also equal ones, in any batch: each is encoded, and every request ends.
 
-    Chunks end inside a stride only where its pictures exceed the encoder or a picture is half read.
+    Chunks end inside a stride only where its images exceed the encoder or an image is half read.
     """
     rng = random.Random(seed)
     encoding = Encoding(rng.choice([64, 100, 256]), rng.choice(SCHEDULERS))
     requests = []
     for i in range(rng.randint(1, 8)):
-        pictures, end = [], 0
+        images, end = [], 0
         for _ in range(rng.randint(0, 5)):
             offset = end + rng.randint(0, 40)
             end = offset + rng.choice([3, 20, encoding.budget, rng.randint(1, encoding.budget)])
-            pictures.append((offset, end - offset))
+            images.append((offset, end - offset))
         prompt = end + rng.randint(1, 60)
-        requests.append(with_pictures(f"r{i}", prompt, *pictures, own=rng.random() < 0.5))
+        requests.append(with_images(f"r{i}", prompt, *images, own=rng.random() < 0.5))
     encoding.run(*requests)
     assert not encoding.cache.request_cached_ids
     for item in requests:

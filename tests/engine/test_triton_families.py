@@ -142,8 +142,8 @@ def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> 
 @pytest.mark.parametrize("family", ALL)
 def test_every_family(family: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     """1,000 tokens in strides and 60 more, and what is kept of them, per KV head."""
-    if family in full_attention.PICTURES:
-        pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
+    if family in full_attention.IMAGES:
+        pytest.importorskip("torchvision", reason="vLLM's models that see images import it")
     settings = POLICIES["cascade-heads"] | {"prefill_stride": STRIDES.get(family, 64)}
     shape = shallow(ALL[family])
     path = write_family(tmp_path, shape)

@@ -335,7 +335,7 @@ def load_family(path: str | Path) -> PreTrainedModel:
     """The model as transformers has it, in fp32.
 
     Parameters of activations (xIELU) stay in bf16: vLLM computes with them so, whatever the rest.
-    vLLM's Gemma 3n without pictures leaves out the embeddings that each layer has of a token.
+    vLLM's Gemma 3n without images leaves out the embeddings that each layer has of a token.
     """
     from transformers import AutoModelForCausalLM
 

@@ -446,8 +446,8 @@ OWN_MODULES: dict[str, Family] = {
 }
 """Families that vLLM has modules of its own for."""
 
-PICTURES = ("muse-glimmer",)
-"""Families that vLLM has a module for that sees pictures, too."""
+IMAGES = ("muse-glimmer",)
+"""Families that vLLM has a module for that sees images, too."""
 
 OTHER_NAMES: dict[str, Family] = {
     "llama-1": full("llama", architecture="LLaMAForCausalLM"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that transformers has no class of its own for, or no class of their configuration.
 
-Text models that are parts of models for pictures get a head here; vLLM runs them alone, too.
+Text models that are parts of models for images get a head here; vLLM runs them alone, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle for models that see pictures, given text only.
+"""The oracle for models that see images, given text only.
 
 The rotary positions of some have several axes (M-RoPE), in sections of a head or interleaved. All
 axes of text are the place in the cache, so the oracle rotates as if there were one. Others let the
-tokens of a picture see each other; text is causal in them.
+tokens of an image see each other; text is causal in them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def write_multimodal(path: str | Path, name: str, seed: int = 0) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     kind, settings = MULTIMODAL[name]
-    # Ids of pictures and videos are beyond those that tests draw.
+    # Ids of images and videos are beyond those that tests draw.
     special = {"image_token_id": 510, "video_token_id": 511, "tie_word_embeddings": False}
     config = AutoConfig.for_model(kind, **settings, **special)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -209,7 +209,7 @@ def families() -> dict[str, tuple[str, str]]:
     found = {}
     for architecture, (module, _) in sorted(models.items(), key=lambda item: item[0].lower()):
         if not architecture.endswith(("ForCausalLM", "LMHeadModel", "Model")):
-            continue  # pictures and sounds
+            continue  # images and audio
         why = reason(architecture, module)
         if architecture in TESTED:
             found[architecture] = "works", TESTED[architecture]
@@ -257,10 +257,10 @@ def page() -> str:
             "|---|---|---|",
             *downloaded_rows(found),
             "",
-            "A checkpoint that also takes pictures or sound (`...ForConditionalGeneration`) runs",
+            "A checkpoint that also takes images or audio (`...ForConditionalGeneration`) runs",
             "the text model inside, and what is said of that model holds. Gemma 3 and 4 need",
-            "`--language-model-only`, since tokens of a picture attend in both directions. With",
-            "M-RoPE (Qwen-VL and others) text works; a request with a picture, video or sound is",
+            "`--language-model-only`, since tokens of an image attend in both directions. With",
+            "M-RoPE (Qwen-VL and others) text works; a request with an image, video or audio is",
             "a 400. Tests compare the text of Qwen2.5-VL, Qwen3-VL, Gemma 3 and Gemma 4.",
             "",
             "All architectures:",

@@ -159,7 +159,7 @@ FAMILY_ARMS = {
     **{
         name: Arm({**CASCADE, **EACH}, name, rounds=2)
         for name in ("llama", "bloom", *ATTENTION, *RECURRENT)
-        # vLLM's module of Qwen 3.5 also has the models with pictures.
+        # vLLM's module of Qwen 3.5 also has the models with images.
         if name not in NOT_ON_CPUS and (find_spec("torchvision") or "qwen3.5" not in name)
     },
     **{

@@ -128,7 +128,7 @@ def check_media(vllm_config: VllmConfig, has_media: bool) -> None:
     if requests is None or not vllm_config.model_config.uses_mrope:
         return
     raise VLLMValidationError(
-        "This request has a picture, a video or sound, to which the model gives positions of "
+        "This request has an image, a video or audio, to which the model gives positions of "
         f"several axes (M-RoPE), and kv_policy {requests.engine.policy.name} can only move those "
         "of text. Please send text, or ask a server without --kv-policy.",
         parameter="multi_modal_data",

@@ -34,8 +34,8 @@ from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.drafts import ModelDrafts
 from vllm_cascade.step.requests import Requests
 
-Pictures = tuple[list[torch.Tensor], torch.Tensor]
-"""Embeddings of a step's pictures, and bool ``[num_tokens]``: whether a token is part of one."""
+Images = tuple[list[torch.Tensor], torch.Tensor]
+"""Embeddings of a step's images, and bool ``[num_tokens]``: whether a token is part of one."""
 States = tuple[torch.Tensor, torch.Tensor]
 """Of each token, ``[num_tokens, hidden_size]``: what the next one's logits are computed from, and
 the hidden state."""
@@ -57,7 +57,7 @@ class TargetStep:
         hidden: ``[num_tokens, hidden_size]``, the target's hidden states.
         sampled: int ``[B]``.
         following: int ``[number of others]``, the next token of each prompt that goes on.
-        pictures: of the step's tokens, a token earlier, as EAGLE's and MTP's layers see them.
+        images: of the step's tokens, a token earlier, as EAGLE's and MTP's layers see them.
     """
 
     common: CommonAttentionMetadata
@@ -69,7 +69,7 @@ class TargetStep:
     hidden: torch.Tensor
     sampled: torch.Tensor
     following: torch.Tensor
-    pictures: Pictures | None = None
+    images: Images | None = None
 
     @property
     def place(self) -> np.ndarray:
@@ -100,7 +100,7 @@ class BoundedDrafter:
         model: the drafting model.
         requests: the worker's requests; set by the worker.
         drafts: the tokens that may be undone; set by the worker.
-        supports_mm_inputs: whether the target and the drafting model take pictures; set by vLLM.
+        supports_mm_inputs: whether the target and the drafting model take images; set by vLLM.
         builders: the metadata builders of the drafting model's layers, one for each kind.
         shares_experts: whether other engines share the model's experts; set by ``bounded``.
     """
@@ -130,7 +130,7 @@ class BoundedDrafter:
         metadata: dict[str, Any] | None,
         token_ids: torch.Tensor,
         hidden: torch.Tensor | None,
-        pictures: Pictures | None,
+        images: Images | None,
     ) -> States:
         """Run the model; it reads the positions that its first builder has set.
 
@@ -180,12 +180,12 @@ class BoundedDrafter:
         self._runs = 0
 
     def inputs_of(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor | None, pictures: Pictures | None
+        self, token_ids: torch.Tensor, hidden: torch.Tensor | None, images: Images | None
     ) -> dict[str, torch.Tensor | None]:
-        """The model's arguments besides positions; tokens as embeddings if it takes pictures."""
+        """The model's arguments besides positions; tokens as embeddings if it takes images."""
         inputs: dict[str, torch.Tensor | None] = {"input_ids": token_ids, "inputs_embeds": None}
         if self.supports_mm_inputs:
-            embeds, part_of = pictures or (None, None)
+            embeds, part_of = images or (None, None)
             inputs["inputs_embeds"] = self.model.embed_input_ids(
                 token_ids, multimodal_embeddings=embeds, is_multimodal=part_of
             )
@@ -219,15 +219,15 @@ class BoundedDrafter:
         order = _followed(_ranges(place + shifts, num - shifts), num - shifts, last)
         source = [one.int() for one in (step.token_ids, step.sampled, step.following)]
         token_ids = torch.cat(source)[self.sent(order)]
-        hidden = pictures = None
+        hidden = images = None
         if shifts:
             kept = self.sent(_ranges(place, num))
             hidden = self.combined(step.hidden[kept])
-            if step.pictures is not None:
-                embeds, part_of = step.pictures
-                pictures = embeds, part_of.to(self.device)[kept]
+            if step.images is not None:
+                embeds, part_of = step.images
+                images = embeds, part_of.to(self.device)[kept]
         length = num - shifts + (last >= 0)
-        states = self._run(step, step.first, length, token_ids, step.prompt, hidden, pictures)
+        states = self._run(step, step.first, length, token_ids, step.prompt, hidden, images)
         at = self.sent(length.cumsum() - 1)
         state = _State(step.first + length, *(values[at] for values in states))
         return self._run_one_more(step, step.sampled, state) if apart and not alone else state
@@ -273,7 +273,7 @@ class BoundedDrafter:
         token_ids: torch.Tensor,
         prompt: np.ndarray,
         hidden: torch.Tensor | None,
-        pictures: Pictures | None = None,
+        images: Images | None = None,
     ) -> States:
         """Run tokens ``[first, first + length)``.
 
@@ -282,7 +282,7 @@ class BoundedDrafter:
             token_ids: int32 ``[num_tokens]``, request after request.
             prompt: bool ``[B]``, whether they are part of a prompt.
             hidden: ``[num_tokens, hidden_size]``, hidden states that EAGLE and MTP take.
-            pictures: embeddings of tokens that are parts of pictures.
+            images: embeddings of tokens that are parts of images.
         """
         starts = torch.from_numpy(np.append(0, length.cumsum()).astype(np.int32))
         ends = torch.from_numpy((first + length).astype(np.int32))
@@ -300,7 +300,7 @@ class BoundedDrafter:
         metadata: dict[str, Any] = {}
         for builder in self.builders:
             metadata |= dict.fromkeys(builder.layer_names, builder.build(0, own))
-        return self.call_model(metadata, token_ids, hidden, pictures)
+        return self.call_model(metadata, token_ids, hidden, images)
 
     def sent(self, array: np.ndarray) -> torch.Tensor:
         """A host array on the model's device."""

@@ -17,7 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_cascade.engine.drafter import BoundedDrafter, Pictures, States, TargetStep
+from vllm_cascade.engine.drafter import BoundedDrafter, Images, States, TargetStep
 
 _Base = DraftModelProposer if TYPE_CHECKING else object
 
@@ -75,7 +75,7 @@ class BoundedProposer(BoundedDrafter, _Base):
         token_indices_to_sample: torch.Tensor | None,
         common_attn_metadata: CommonAttentionMetadata,
         sampling_metadata: SamplingMetadata,
-        mm_embed_inputs: Pictures | None = None,
+        mm_embed_inputs: Images | None = None,
         num_rejected_tokens_gpu: torch.Tensor | None = None,
         slot_mappings: Any = None,
     ) -> torch.Tensor:
@@ -104,7 +104,7 @@ class BoundedProposer(BoundedDrafter, _Base):
             hidden=target_hidden_states,
             sampled=next_token_ids,
             following=self.sent(batch.token_ids_cpu[others, end[others]]),
-            pictures=mm_embed_inputs,
+            images=mm_embed_inputs,
         )
         probs: list[torch.Tensor] = []
 
@@ -140,11 +140,11 @@ class BoundedProposer(BoundedDrafter, _Base):
         metadata: dict[str, Any] | None,
         token_ids: torch.Tensor,
         hidden: torch.Tensor | None,
-        pictures: Pictures | None,
+        images: Images | None,
     ) -> States:
         num = len(token_ids)
         mode, padded, everywhere = self._determine_batch_execution_and_padding(num)
-        inputs = self.inputs_of(token_ids, hidden, pictures)
+        inputs = self.inputs_of(token_ids, hidden, images)
         if mode != CUDAGraphMode.NONE:
             inputs = self._in_buffers(inputs, padded)
         if self.eplb_state is not None:

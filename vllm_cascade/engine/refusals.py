@@ -495,13 +495,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "4 E2B and E4B): these layers must be in one process; use --tensor-parallel-size",
     ),
     Refusal(
-        "whole pictures beside shared caches",
+        "whole images beside shared caches",
         lambda config, _: (
             shares_caches(config.model_config.hf_text_config)
             and config.scheduler_config.disable_chunked_mm_input
         ),
         "--disable-chunked-mm-input cannot be combined with models whose layers share caches "
-        "(Gemma 3n, Gemma 4 E2B and E4B): a step holds one stride of a request, and a picture may "
+        "(Gemma 3n, Gemma 4 E2B and E4B): a step holds one stride of a request, and an image may "
         "be longer; remove it",
     ),
     Refusal(

@@ -23,7 +23,7 @@ MISSES = {
 A request that starts is a hit or a miss; one that a snapshot of as many tokens serves is neither.
 """
 LOST = {
-    "not_text": "not kept: a request with images, sound or embeddings",
+    "not_text": "not kept: a request with images, audio or embeddings",
     "changed": "not kept: weights or adapter changed, or the adapter's files are not known",
     "memory_full": "not kept: others are being written or read, or no host memory",
     "disk_full": "not written: the folder's other sessions are pinned or in use",

@@ -264,7 +264,7 @@ class SchedulerSessions:
 
     @staticmethod
     def _is_text(request: Request) -> bool:
-        """Whether a request is known by its tokens; images, sound and embeddings are not."""
+        """Whether a request is known by its tokens; images, audio and embeddings are not."""
         other = request.mm_features or request.prompt_embeds is not None or request.resumable
         return not other and request.sampling_params is not None
 

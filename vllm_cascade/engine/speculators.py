@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_cascade.engine.drafter import BoundedDrafter, Pictures, States, TargetStep
+from vllm_cascade.engine.drafter import BoundedDrafter, Images, States, TargetStep
 
 _Base = DraftModelSpeculator if TYPE_CHECKING else object
 
@@ -77,7 +77,7 @@ class BoundedSpeculator(BoundedDrafter, _Base):
         dp_sync_state: Any = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Pictures | None = None,
+        mm_inputs: Images | None = None,
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
@@ -110,7 +110,7 @@ class BoundedSpeculator(BoundedDrafter, _Base):
             hidden=hidden,
             sampled=last_sampled[rows].view(num_reqs, -1)[:, 0],
             following=next_prefill_tokens.view(-1, next_prefill_tokens.shape[-1])[0, others],
-            pictures=mm_inputs,
+            images=mm_inputs,
         )
 
         def sample(last: torch.Tensor, end: np.ndarray, number: int) -> torch.Tensor:
@@ -135,10 +135,10 @@ class BoundedSpeculator(BoundedDrafter, _Base):
         metadata: dict[str, Any] | None,
         token_ids: torch.Tensor,
         hidden: torch.Tensor | None,
-        pictures: Pictures | None,
+        images: Images | None,
     ) -> States:
         num = len(token_ids)
-        inputs = self.inputs_of(token_ids, hidden, pictures)
+        inputs = self.inputs_of(token_ids, hidden, images)
         self._prepare_eplb_forward(num)
         with set_forward_context(metadata, self.vllm_config, num_tokens=num):
             # What is read in a dummy run; later the model reads those of its first builder.
@@ -147,12 +147,12 @@ class BoundedSpeculator(BoundedDrafter, _Base):
         return out if isinstance(out, tuple) else (out, out)
 
     def _run_dummies(
-        self, input_batch: InputBatch, hidden: torch.Tensor, pictures: Pictures | None
+        self, input_batch: InputBatch, hidden: torch.Tensor, images: Images | None
     ) -> None:
         """The model alone, on as many tokens as the target has run."""
         num = input_batch.num_tokens
         passed = self.combined(hidden[:num]) if self.sees_hidden_states else None
-        last, _ = self.call_model(None, input_batch.input_ids[:num].int(), passed, pictures)
+        last, _ = self.call_model(None, input_batch.input_ids[:num].int(), passed, images)
         self.model.compute_logits(last[: input_batch.num_reqs])
         if self.shares_experts:
             self._runs = 1

@@ -74,7 +74,7 @@ def _make(peer: str, place: Path, below: list[str]) -> None:
 
 
 def _run(peer: str, command: list[str]) -> None:
-    """A step of making an environment; llama.cpp is compiled without what reads pictures."""
+    """A step of making an environment; llama.cpp is compiled without what reads images."""
     cores = str(len(os.sched_getaffinity(0)))
     flags = {"CMAKE_BUILD_PARALLEL_LEVEL": cores, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
     done = subprocess.run(command, capture_output=True, text=True, env={**flags, **os.environ})
