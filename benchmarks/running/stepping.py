@@ -36,7 +36,8 @@ class Arm:
 
     def __init__(self, settings: EngineSettings) -> None:
         arguments = {"async_scheduling": False, **settings.arguments}
-        self.engine = replace(settings, arguments=arguments).start().llm_engine
+        settings = replace(settings, arguments=arguments)
+        self.engine = settings.start().llm_engine
         import torch  # not before the engine has set the number of its threads
 
         on_card = torch.accelerator.is_available()

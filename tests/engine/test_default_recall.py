@@ -24,7 +24,7 @@ from tests.engine.pool import EnginePool
 from tests.engine.test_metrics import metrics
 from vllm_cascade.engine import configure, recall_memory
 from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
-from vllm_cascade.engine.devices import CPU, CUDA, DEVICES, Device
+from vllm_cascade.engine.devices import CPU, CUDA, DEVICES
 from vllm_cascade.policies.registry import policy_of, resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, RECALL_UNIT, KVPolicyError
@@ -260,7 +260,7 @@ def test_stores_take_a_quarter_of_the_device_at_most(
     total = int(4 * device_rings * on_device)
     monkeypatch.setattr(recall_memory, "_shape_of_config", lambda *_: (shape, True))
     monkeypatch.setattr(recall_memory, "available_bytes", lambda: 4000 * on_host)
-    monkeypatch.setattr(Device, "memory_bytes", lambda _: total)
+    monkeypatch.setattr(CPU, "memory_bytes", lambda _: total)
     config = created({"name": "sink", "recall": 8})
     bound, kept = bound_of(config), config.cache_config.enable_prefix_caching
     assert bound is not None
