@@ -58,9 +58,7 @@ def merge_settings(additional_config: Any, arguments: dict[str, Any]) -> Any:
     if arguments.get(CHECK) is not None:
         merged[CHECK] = arguments[CHECK]
     flags = {key: arguments[key] for key in ARGUMENTS if arguments.get(key) is not None}
-    if arguments.get(CHECK) is not None and not any(
-        key in {**merged, **flags} for key in ARGUMENTS
-    ):
+    if merged.get(CHECK) is not None and not any(key in {**merged, **flags} for key in ARGUMENTS):
         raise KVPolicyError(
             f"{FLAGS.name(CHECK)} compares a policy's kernels; add {FLAGS.name(CONFIG_KEY)}, or "
             "remove it"
@@ -80,7 +78,11 @@ def merge_settings(additional_config: Any, arguments: dict[str, Any]) -> Any:
                 f"the KV policy is given twice, by {', '.join(map(FLAGS.name, flags))} and in "
                 f"{CONFIG.name(key)}; remove one"
             )
-    return merged if settings is None else {**merged, CONFIG_KEY: settings}
+    if settings is not None:
+        return {**merged, CONFIG_KEY: settings}
+    if flags:  # ``full``
+        merged.pop(CHECK, None)
+    return merged
 
 
 def has_settings(args: argparse.Namespace) -> bool:
@@ -222,7 +224,7 @@ def _keep(additional_config: Shared, raw: Given, config: VllmConfig) -> None:
     policy, resolved = policy_of(config.additional_config), config.additional_config
     assert policy is not None and isinstance(resolved, dict)
     kept = copy(raw)  # with the names of its keys
-    if "preset" not in raw:  # a preset's recall has no default
+    if raw.get("preset") is None:  # a preset's recall has no default
         kept.setdefault("recall", policy.recall)
     kept.measured = resolved[CONFIG_KEY].measured
     for key in ARGUMENTS:

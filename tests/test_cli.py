@@ -165,6 +165,22 @@ def test_the_last_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sink after 90 tokens: 12 kept" in shown and "82-89" in shown
 
 
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "cascade"),
+        (["--kv-policy-config", '{"name": "h2o"}'], "h2o"),
+        (["--kv-policy-config.name", "sink"], "sink"),
+    ],
+)
+def test_a_policy_is_named_anywhere(
+    flags: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``vllm serve`` takes it; without a name it is a cascade."""
+    main(["trace", "--tokens", "9", *flags])
+    assert f"{name} after 9 tokens" in capsys.readouterr().out
+
+
 def test_wrong_scores_leave_a_file_as_it_is(tmp_path: Path) -> None:
     np.save(tmp_path / "small.npy", np.zeros((4, 4)))
     (tmp_path / "old.json").write_text("as it was")

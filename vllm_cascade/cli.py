@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_cascade.policies.arguments import FLAGS, default_of, parse, settings_of
+from vllm_cascade.policies.arguments import FLAGS, OTHERS, default_of, parse, settings_of
 from vllm_cascade.policies.flags import add_dotted_flags, add_flags
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, resolve
-from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
+from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyConfig, KVPolicyError
 from vllm_cascade.policies.simulate import Step, simulate
 
 STREAM = {"tokens": 1000, "scores": None, "head": 0, "every": 1, "json": None, "png": None}
@@ -48,6 +48,18 @@ def _settings(cls: type[KVPolicyConfig]) -> str:
     return "\n".join(f"{key} ({default_of(f)}): {f.description}" for key, f in fields)
 
 
+def _given(args: argparse.Namespace) -> Given | None:
+    """The settings of the flags, those of ``cascade`` if no policy is named; None for ``full``.
+
+    Raises:
+        KVPolicyError: as ``parse`` does.
+    """
+    values = vars(args)
+    if CONFIG_KEY not in values and "name" not in values.get(OTHERS, {}):
+        values = {**values, CONFIG_KEY: "cascade"}
+    return parse(values, FLAGS)
+
+
 def trace(args: argparse.Namespace) -> None:
     """Print which tokens of a stream a policy keeps, and write the JSON and PNG files asked for.
 
@@ -56,7 +68,7 @@ def trace(args: argparse.Namespace) -> None:
         ValueError: another flag or the shape of the scores is invalid, flags exclude one another,
             or there is no matplotlib.
     """
-    settings = parse(vars(args), FLAGS)
+    settings = _given(args)
     if settings is None:
         raise KVPolicyError("full keeps every token; choose another --kv-policy to trace")
     _complete(args)
@@ -217,7 +229,7 @@ def check(args: argparse.Namespace) -> None:
     from vllm_cascade.engine.devices import this_device
 
     device = this_device()
-    settings = parse(vars(args), FLAGS)
+    settings = _given(args)
     if settings is None:
         raise KVPolicyError("full is stock vLLM; choose another --kv-policy to check")
     shapes: tuple[LayerShape, ...] = (LayerShape(32, 8, 128, torch.bfloat16),)
@@ -364,7 +376,6 @@ def parser() -> argparse.ArgumentParser:
     for command in (tracer, checker):
         add_flags(command)
         add_dotted_flags(command)
-        command.set_defaults(kv_policy="cascade")
     idf = commands.add_parser("idf", help="count a corpus for dgc's importance tfidf")
     idf.add_argument("--tokenizer", required=True, help="the model's name or folder")
     idf.add_argument("--corpus", required=True, nargs="+", type=Path, help="text files, UTF-8")

@@ -309,7 +309,7 @@ MIXED = [
     *("dgc-by-importance-overflow", "dgc-by-attention", "dgc-cluster-heads"),
 ]
 LONG = (
-    *("dgc", "dgc-attention", "heads-overflow-1", "sinks-heads-1"),
+    *("dgc", "dgc-attention", "dgc-heads-overflow", "heads-overflow-1", "sinks-heads-1"),
     *("beehive-log-n", "beehive-overflow", "partial-interleaved", "alibi", "sinks", "soft-cap"),
 )
 
@@ -325,7 +325,7 @@ def test_mixed_requests(name: str) -> None:
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
-@pytest.mark.parametrize("name", ["random-heads", "random-4"])
+@pytest.mark.parametrize("name", ["random-heads", pytest.param("random-4", marks=pytest.mark.slow)])
 def test_stored_numbers_are_those_drawn(name: str) -> None:
     test_paged.check_stored_numbers(None, *CASES[name])
 

@@ -206,10 +206,8 @@ OVER_RANKS: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "mean")) for n in OVER_RANKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OVER_RANKS)
 def test_ranks_that_decide_together_exchange_between_launches(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
+from vllm.v1.worker.block_table import get_block_table_width
 
 from tests.attention.conftest import use_triton
 from tests.attention.test_cuda import common
@@ -222,7 +223,10 @@ def forward(
 
 
 def test_masses_of_ranks_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of as many requests as may be, which decode with all slots in use, takes no more."""
+    """A step of as many requests as may be, which decode with all slots in use, takes no more.
+
+    vLLM's block tables are wider than what a request needs.
+    """
     use_triton(monkeypatch)
     memory, rows = fresh(monkeypatch), 40
     shape = Shape(num_kv_heads=1, group=16, head_size=SIZE, rotary_dim=SIZE)
@@ -241,7 +245,9 @@ def test_masses_of_ranks_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     together = replace(layer.impl._layer, over_ranks=lambda values, _: values)
     layer.impl._layer = together
     pages = -(-layer.policy.capacity // shape.block_size)
-    table = torch.arange(1, 1 + pages, dtype=torch.int32).expand(rows, pages).contiguous()
+    table = torch.zeros(rows, get_block_table_width(pages, shape.block_size), dtype=torch.int32)
+    assert table.shape[1] > pages
+    table[:, :pages] = torch.arange(1, 1 + pages)
     metadata = layer.builder.build(0, common([100] * rows, table))
     forward(layer, metadata, rows)
     (singles,) = metadata.waves[0].decode.singles.values()

@@ -59,6 +59,11 @@ def test_every_policy_recalls(name: str, warnings: pytest.LogCaptureFixture) -> 
     assert "recall" not in warnings.text
 
 
+def test_no_preset_is_the_default() -> None:
+    """Written out as the documents show it."""
+    assert resolved({"name": "cascade", "preset": None}) == resolved({"name": "cascade"})
+
+
 @pytest.mark.parametrize(
     ("settings", "unit"),
     [

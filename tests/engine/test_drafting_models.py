@@ -80,7 +80,7 @@ def always_right(llm: Any) -> Iterator[None]:
 
 # --- a draft model that is the target -----------------------------------------------------------
 
-LONG = ("window", "sink", "beehive", "lazy", "dgc", "keep-prompt")
+LONG = ("window", "sink", "beehive", "lazy", "dgc", "keep-prompt", "units")
 EXACT = [name for name in CASES if name not in ("random", "recall")]
 """``random`` draws other numbers for other layers, and draft models recall nothing."""
 

@@ -38,7 +38,6 @@ from tests.oracle.full_attention import (
 ALL = {**OWN_MODULES, **OTHER_NAMES, **BY_TRANSFORMERS}
 FAST = [
     ("deepseek-v3", "cascade-heads", {}),
-    ("glm", "cascade-heads", {}),
     ("ernie4_5", "sink", {}),  # compiled as a whole
     ("granite-swa", "cascade-heads", {}),  # a layer without a rotary module beside one that has it
 ]

@@ -97,7 +97,7 @@ def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) ->
     [
         {"global_size": 40, "prefill_stride": 64},
         {"head_policy": "per_kv_head", "prefill_stride": 100},
-        {"head_policy": "per_kv_head", "prefill_stride": 1},
+        pytest.param({"head_policy": "per_kv_head", "prefill_stride": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_clusters(settings: dict[str, Any], engine_pool: EnginePool) -> None:

@@ -95,6 +95,7 @@ COHERE = "/cohere/v2/chat"
         (SCORING, {"vllm_xargs": {"kv_budget": 5}}, "kv_budget", "has no effect: .*leave it out"),
         ("/v1/systemone", {"kv_budget": 5}, "kv_budget", "has no effect: .*/v1/systemone"),
         (COHERE, {"vllm_xargs": {"kv_budget": 5}}, "kv_budget", "has no effect: .*/cohere/v2/chat"),
+        (f"{COHERE}/render", {"vllm_xargs": {"kv_budget": 5}}, "kv_budget", "has no effect: .*"),
         ("/v1/decisions", {"kv_budget": 5}, "kv_budget", "has no effect: .*/v1/decisions"),
         (COHERE, {"kv_recall": 5}, "kv_recall", "has no effect: .*leave it out"),
         (

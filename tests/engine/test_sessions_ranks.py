@@ -15,6 +15,8 @@ from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_pipeline_parallel import cores
 from tests.engine.test_sessions import CASES, NEXT, check_chat, engine
 
+pytestmark = pytest.mark.slow  # an engine of several processes takes long to start
+
 SIZES = {"2 ranks": (2, 1), "2 stages": (1, 2), "2 stages of 2 ranks": (2, 2)}
 
 
@@ -35,17 +37,11 @@ def spread(
 
 
 def policies_over_ranks() -> list[Any]:
-    """All policies on all sizes that do not refuse them.
-
-    Only one is not a slow test: an engine of several processes takes long to start.
-    """
+    """All policies on all sizes that do not refuse them."""
     over_stages = {"dgc", "dgc-heads"}  # scores from token ids, which only the first stage has
     over_ranks = {"dgc-cluster"}  # needs the keys of every rank
     return [
-        pytest.param(
-            policy, sizes, id=f"{policy}-{name}",
-            marks=[pytest.mark.slow] * ((policy, name) != ("cascade", "2 ranks")),
-        )
+        pytest.param(policy, sizes, id=f"{policy}-{name}")
         for policy in CASES
         for name, sizes in SIZES.items()
         if not (policy in over_stages and sizes[1] > 1)
@@ -60,7 +56,6 @@ def test_a_resumed_chat_is_the_uninterrupted_one(
     check_chat(spread(engine_pool, name, sizes), book_tokens, turns=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_new_engine_on_the_folder_and_a_missing_part(
     sizes: tuple[int, int], engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path

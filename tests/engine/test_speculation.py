@@ -234,7 +234,7 @@ def check_case(
     agree(lambda n: engine(pool, policy, n, **own), drafts, texts(tokens), ASKED.get(name), rights)
 
 
-LONG = ("window", "sink", "beehive", "lazy", "random", "dgc", "cascade-heads")
+LONG = ("window", "sink", "beehive", "lazy", "random", "dgc", "cascade-heads", "h2o")
 
 
 @pytest.mark.parametrize(

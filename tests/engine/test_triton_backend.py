@@ -104,7 +104,8 @@ def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     engine_pool.close()
 
 
-@pytest.mark.parametrize("name", ["sink", pytest.param("cascade", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sink", "cascade"])
 def test_layers_repeat_launches(
     name: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

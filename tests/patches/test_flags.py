@@ -524,6 +524,29 @@ def test_when_kernels_are_checked_is_an_argument_and_a_flag() -> None:
         parse("--kv-policy-check", "once")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_policy": "sink", "kv_policy_check": "never"}, "= 'never': choose from off, once, a"),
+        ({"kv_policy": "sink", "kv_policy_check": False}, '= False: .*; in YAML, write "off" in q'),
+        ({"kv_policy": "sink", "kv_policy_chek": "off"}, "did you mean 'kv_policy_check'"),
+        ({"kv_policy_check": "always"}, "--kv-policy-check compares .*; add --kv-policy, or"),
+    ],
+)
+def test_a_wrong_check_stops_before_a_model_is_loaded(given: Any, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        EngineArgs(model=str(MODEL), additional_config=given).create_engine_config()
+
+
+def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its policy is chosen by the flag."""
+    for module in ("flags", "registry"):
+        unusable = {"tova": "tova:Tova: ImportError: none"}
+        monkeypatch.setattr(f"vllm_cascade.policies.{module}.UNUSABLE", unusable)
+    with pytest.raises(KVPolicyError, match=r"--kv-policy tova: its package cannot .* none"):
+        parse("--kv-policy", "tova")
+
+
 SESSIONS = ("--kv-policy", "sink", "--kv-sessions")
 
 

@@ -169,6 +169,19 @@ UNMET: list[tuple[Policy, dict[str, Any], str]] = [
         {"kv_budget": 2048},
         "kv_budget 2048 is more than .* --kv-budget 1024; set it to at most 1024",
     ),
+    *(
+        (
+            resolve({"name": name, "budget": 128, "prefill_stride": 64, **own}),
+            {"kv_budget": 64},
+            f"the server's .*{' '.join(map(str, *own.items()))} .*; set kv_budget to {fit}$",
+        )
+        for name, own, fit in (
+            ("h2o", {"window": 96}, 96),
+            ("random", {"window": 96}, 96),
+            ("beehive", {"window": 96}, 97),
+            ("dgc", {"global_size": 96}, 97),
+        )
+    ),
     (CASCADE, {"kv_budget": 0}, "kv_budget = 0: Input should be greater than or equal to 1"),
     (CASCADE, {"kv_budget": "512"}, "kv_budget = '512': Input should be a valid integer"),
     (CASCADE, {"kv_budget": True}, "kv_budget = True: Input should be a valid integer"),

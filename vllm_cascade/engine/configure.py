@@ -155,7 +155,7 @@ def _policy(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> Po
         KVPolicyError: a setting cannot work, with the default recall or without.
     """
     units = this_device().default_recall
-    if not units or "recall" in raw or "preset" in raw:
+    if not units or "recall" in raw or raw.get("preset") is not None:
         policy = _checked(raw, config, positions)
         if lack := shortage(policy, config):
             logger.warning("KV policy: %s; requests that fill it would run out of memory", lack)

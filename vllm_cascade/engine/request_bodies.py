@@ -38,6 +38,7 @@ PLACES = {
     "/inference/v1/generate": ("sampling_params", "extra_args"),
     "/generative_scoring": None,
     "/cohere/v2/chat": None,
+    "/cohere/v2/chat/render": None,
     "/v1/systemone": None,
     "/v1/decisions": None,
 }

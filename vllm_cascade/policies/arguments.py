@@ -141,9 +141,13 @@ def plain_key(key: str) -> str:
 
 def _check_keys(additional_config: dict[str, Any]) -> None:
     """Reject mistyped or misplaced keys of this plugin; ignore keys of other plugins."""
+    if (mode := additional_config.get(CHECK)) not in (None, *CHECK_MODES):
+        yaml = '; in YAML, write "off" in quotes' if mode is False else ""
+        modes = ", ".join(CHECK_MODES)
+        raise KVPolicyError(f"{CHECK} = {shown(mode)}: choose from {modes}{yaml}")
     settings = {key for cls in POLICIES.values() for key in cls.model_fields} | {"name"}
     for key in additional_config.keys() - {*ARGUMENTS, CHECK}:
-        hint = did_you_mean(plain_key(str(key)), ARGUMENTS, cutoff=0.85)
+        hint = did_you_mean(plain_key(str(key)), (*ARGUMENTS, CHECK), cutoff=0.85)
         if not hint and CONFIG_KEY in additional_config and key in settings:
             hint = f'; write {{"{CONFIG_KEY}": {{"name": ..., "{key}": ...}}}}'
         if hint:

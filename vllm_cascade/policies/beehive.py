@@ -73,7 +73,8 @@ class Beehive(Policy):
             raise Misfit("budget", budget, reason, change, bound="at least ")
         if comb < size:
             reason = f"leaves nothing of the budget {budget} for the middle"
-            raise Misfit("window", recent, reason, {"window": budget - size}, bound="at most ")
+            changes = {"window": budget - size}, {"budget": recent + size}
+            raise Misfit("window", recent, reason, *changes, bound="at most ")
         if recent + comb > budget:
             raise Misfit(
                 "threshold",

@@ -66,8 +66,11 @@ class DGC(Policy):
             raise Misfit("budget", self.budget, reason, change, bound="at least ")
         if self.num_global >= self.budget:
             reason = f"leaves no recent token in the budget {self.budget}"
-            change = {"global_size": self.budget - self.unit}
-            raise Misfit("global_size", self.global_size, reason, change, bound="at most ")
+            changes = (
+                {"global_size": self.budget - self.unit},
+                {"budget": self.num_global + self.unit},
+            )
+            raise Misfit("global_size", self.global_size, reason, *changes, bound="at most ")
         if self.idf is not None and self.token_scores is None:
             reason = f"is not used with importance {self.importance}"
             changes = [{"importance": rule} for rule in ("tfidf", "tfidf_sklearn")]

@@ -14,7 +14,7 @@ from vllm_cascade.policies.arguments import (
     default_of,
     settings_of,
 )
-from vllm_cascade.policies.registry import CHOICES, POLICIES
+from vllm_cascade.policies.registry import CHOICES, POLICIES, UNUSABLE
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyConfig
 
 
@@ -40,7 +40,8 @@ def add_flags(parser: argparse.ArgumentParser, check: bool = False) -> None:
     )
     group.add_argument(
         FLAGS.name(CONFIG_KEY),
-        choices=CHOICES,
+        choices=(*CHOICES, *UNUSABLE),  # ``parse`` says why one cannot be used
+        metavar=f"{{{','.join(CHOICES)}}}",
         default=argparse.SUPPRESS,
         help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
     )
@@ -93,7 +94,7 @@ class _Settings(argparse.Action):
 
 def add_dotted_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--kv-policy-config.KEY VALUE``, which vLLM's own parsers accept for any JSON flag."""
-    for key in sorted({key for cls in POLICIES.values() for key in cls.model_fields}):
+    for key in sorted({"name"}.union(*(cls.model_fields for cls in POLICIES.values()))):
         name = FLAGS.inside.format(FLAGS.name(OTHERS), key)
         parser.add_argument(name, action=_Settings, type=_value, help=argparse.SUPPRESS)
 

@@ -83,7 +83,8 @@ def derive(policy: Policy, given: Given) -> Policy:
             misfit.hint = ""  # names settings of the engine
             raise
 
-    return explaining(attempt, given)
+    is_servers = given.get("name", policy.name) == policy.name
+    return explaining(attempt, given, "the server's " if is_servers else "the default ")
 
 
 def _derived(policy: Policy, given: Given, asked: Mapping[str, Any]) -> Policy:

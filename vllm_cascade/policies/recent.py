@@ -25,8 +25,9 @@ class Recent(Policy):
     @model_validator(mode="after")
     def _check_window(self) -> Self:
         if self.window is not None and self.window > self.budget:
-            reason, change = f"is larger than the budget {self.budget}", {"window": self.budget}
-            raise Misfit("window", self.window, reason, change, bound="at most ")
+            reason = f"is larger than the budget {self.budget}"
+            changes = {"window": self.budget}, {"budget": self.window}
+            raise Misfit("window", self.window, reason, *changes, bound="at most ")
         return self
 
     @property

@@ -160,11 +160,14 @@ class Misfit(ValueError):
         return f"{name(self.key)} {value} {self.reason}; {fix}"
 
 
-def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
+def explaining(
+    attempt: Callable[[Change], Result], given: Given, whose: str = "the default "
+) -> Result:
     """What ``attempt`` makes of the settings ``given`` without a change.
 
     Args:
         attempt: raises ``Misfit`` or ``KVPolicyError`` if the settings do not fit with a change.
+        whose: where settings come from that are not given, for the message.
 
     Raises:
         KVPolicyError: instead of ``Misfit``; the changes that it offers pass ``attempt``.
@@ -173,7 +176,7 @@ def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
         return attempt({})
     except Misfit as misfit:
         good = misfit.good(attempt)
-        whose = "" if misfit.key in given else "the default "
+        whose = "" if misfit.key in given else whose
         raise KVPolicyError(whose + misfit.message(good, given.name), good) from None
 
 

@@ -104,7 +104,9 @@ class Folder:
             if found.st_uid != os.getuid():
                 raise PermissionError("it belongs to another user")
             if found.st_mode & 0o077:
-                raise PermissionError("others have access; chmod 700 it")
+                raise PermissionError(
+                    f"others have access; chmod 700 it, or name a new folder in it: {self.path}/own"
+                )
             (self.path / DAMAGED).mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
+from vllm.v1.worker.block_table import get_block_table_width
 
 from vllm_cascade.attention.cuda.layer_kernels import (
     LayerKernels,
@@ -106,7 +107,7 @@ class TritonKVPolicyImpl(SharingImpl):
         if config is None or policy is None:
             return
         limits, block = config.scheduler_config, config.cache_config.block_size
-        pages, slots = -(-policy.capacity // block), block
+        pages, slots = get_block_table_width(-(-policy.capacity // block), block), block
         if self.window is not None:
             slots = max(slots, window_slots(policy, self.window, block))
         slots *= pages
