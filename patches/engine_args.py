@@ -30,6 +30,9 @@ from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyError
 from vllm_cascade.sessions import settings as sessions
 from vllm_cascade.sessions.settings import SessionSettings
 
+CHECKS_NOTHING = (
+    f"{FLAGS.name(CHECK)} compares a policy's kernels; add {FLAGS.name(CONFIG_KEY)}, or remove it"
+)
 NAMES = (*ARGUMENTS, CHECK, *sessions.ARGUMENTS)
 """All arguments that the plugin adds."""
 
@@ -58,11 +61,10 @@ def merge_settings(additional_config: Any, arguments: dict[str, Any]) -> Any:
     if arguments.get(CHECK) is not None:
         merged[CHECK] = arguments[CHECK]
     flags = {key: arguments[key] for key in ARGUMENTS if arguments.get(key) is not None}
-    if merged.get(CHECK) is not None and not any(key in {**merged, **flags} for key in ARGUMENTS):
-        raise KVPolicyError(
-            f"{FLAGS.name(CHECK)} compares a policy's kernels; add {FLAGS.name(CONFIG_KEY)}, or "
-            "remove it"
-        )
+    if arguments.get(CHECK) is not None and not any(
+        key in {**merged, **flags} for key in ARGUMENTS
+    ):
+        raise KVPolicyError(CHECKS_NOTHING)
     settings = parse(flags, FLAGS)
     kept = {key: arguments[key] for key in sessions.ARGUMENTS if arguments.get(key) is not None}
     SessionSettings.of(kept, FLAGS)  # raises errors that name flags
@@ -194,6 +196,10 @@ def _wrap_create(original):
                     f"{FLAGS.name(CONFIG_KEY)}, or remove it"
                 )
             if isinstance(self.additional_config, dict):
+                if self.additional_config.get(CHECK) is not None and not any(
+                    key in self.additional_config for key in ARGUMENTS
+                ):
+                    raise KVPolicyError(CHECKS_NOTHING)
                 others = {k: v for k, v in self.additional_config.items() if k not in NAMES}
                 self.additional_config = others
             return original(self, *args, **kwargs)

@@ -190,6 +190,12 @@ def test_wrong_scores_leave_a_file_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "old.json").read_text() == "as it was"
 
 
+def test_the_default_policy_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", "--help"])
+    assert "stock vLLM. (default: cascade)" in " ".join(capsys.readouterr().out.split())
+
+
 PAGE = ["--text", __file__, "--model", "none"]
 
 

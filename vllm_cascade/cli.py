@@ -374,7 +374,7 @@ def parser() -> argparse.ArgumentParser:
         "configuration says (default: Llama 3 8B's)",
     )
     for command in (tracer, checker):
-        add_flags(command)
+        add_flags(command, default="cascade")
         add_dotted_flags(command)
     idf = commands.add_parser("idf", help="count a corpus for dgc's importance tfidf")
     idf.add_argument("--tokenizer", required=True, help="the model's name or folder")

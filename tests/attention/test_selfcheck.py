@@ -611,8 +611,21 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert bool(first) == (mode != "off") and bool(again) == (mode == "always")
     other = resolve({**POLICIES["h2o"], "budget": 11})
     assert bool(certify.certify(other, (SHAPE,), DEVICES["cpu"], CPU, mode)) == (mode != "off")
-    with pytest.raises(KVPolicyError, match="choose from off, once, always"):
-        certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, "never")
+
+
+@pytest.mark.parametrize("given", [{}, {"kv_policy_check": None}])
+def test_no_word_on_the_check_is_the_devices_default(
+    given: dict[str, None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(certify, "certify", lambda *arguments: modes.append(arguments[4]))
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    config: Any = SimpleNamespace(
+        additional_config=given, speculative_config=None, parallel_config=parallel
+    )
+    for entry in (DEVICES["cpu"], DEVICES["cuda"]):
+        certify.certify_layers(config, resolve(POLICIES["sink"]), lambda: (SHAPE,), entry, CPU)
+    assert modes == ["once"], "on CUDA"
 
 
 def test_a_verdict_is_of_a_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

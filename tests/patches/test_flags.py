@@ -524,6 +524,14 @@ def test_when_kernels_are_checked_is_an_argument_and_a_flag() -> None:
         parse("--kv-policy-check", "once")
 
 
+@pytest.mark.parametrize("policy", ["sink", "full"])
+def test_a_check_in_additional_config_goes_with_flags(policy: str) -> None:
+    more = json.dumps({"kv_policy_check": "always"})
+    args = parse("--kv-policy", policy, "--additional-config", more)
+    expected = {"kv_policy": {"name": "sink"}, "kv_policy_check": "always"}
+    assert args.additional_config == (expected if policy == "sink" else {})
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -538,13 +546,19 @@ def test_a_wrong_check_stops_before_a_model_is_loaded(given: Any, message: str) 
         EngineArgs(model=str(MODEL), additional_config=given).create_engine_config()
 
 
-def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_loaded_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also where its policy is chosen by the flag."""
     for module in ("flags", "registry"):
         unusable = {"tova": "tova:Tova: ImportError: none"}
         monkeypatch.setattr(f"vllm_cascade.policies.{module}.UNUSABLE", unusable)
     with pytest.raises(KVPolicyError, match=r"--kv-policy tova: its package cannot .* none"):
         parse("--kv-policy", "tova")
+    with pytest.raises(SystemExit):
+        parse("--kv-policy", "toba")
+    choices = capsys.readouterr().err.rpartition("choose from")[2]
+    assert "random" in choices and "tova" not in choices
 
 
 SESSIONS = ("--kv-policy", "sink", "--kv-sessions")

@@ -247,7 +247,7 @@ def certify_layers(
         KVPolicyError: see ``certify``.
     """
     assert isinstance(config.additional_config, dict), "the policy was read from it"
-    mode = config.additional_config.get(CHECK, entry.default_check)
+    mode = config.additional_config.get(CHECK) or entry.default_check
     if mode != "off":
         how = most_drafts(config), config.parallel_config.tensor_parallel_size
         certify(policy, shapes(), entry, device, mode, *how)

@@ -28,8 +28,21 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_flags(parser: argparse.ArgumentParser, check: bool = False) -> None:
-    """Add the KVPolicy group to a parser; ``check``: with the flag of the check at a start.
+class _Names(tuple[str, ...]):
+    """The policies to choose from. Those that cannot be loaded pass: ``parse`` says why."""
+
+    __slots__ = ()
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in UNUSABLE
+
+
+def add_flags(parser: argparse.ArgumentParser, check: bool = False, default: str = "full") -> None:
+    """Add the KVPolicy group to a parser.
+
+    Args:
+        check: with the flag of the check at a start.
+        default: the policy where none is named, for the help text.
 
     The defaults depend on the policy and the model. They stand in the help texts; the flags use
     SUPPRESS, so that the help does not show None.
@@ -40,10 +53,9 @@ def add_flags(parser: argparse.ArgumentParser, check: bool = False) -> None:
     )
     group.add_argument(
         FLAGS.name(CONFIG_KEY),
-        choices=(*CHOICES, *UNUSABLE),  # ``parse`` says why one cannot be used
-        metavar=f"{{{','.join(CHOICES)}}}",
+        choices=_Names(CHOICES),
         default=argparse.SUPPRESS,
-        help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
+        help=f"Which tokens stay in the KV cache. `full` is stock vLLM. (default: {default})",
     )
     for argument, field in FIELDS.items():
         kind: Any = field.annotation
