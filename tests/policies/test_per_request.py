@@ -173,7 +173,7 @@ UNMET: list[tuple[Policy, dict[str, Any], str]] = [
         (
             resolve({"name": name, "budget": 128, "prefill_stride": 64, **own}),
             {"kv_budget": 64},
-            f"the server's .*{' '.join(map(str, *own.items()))} .*; set kv_budget to {fit}$",
+            f"the server's .*{' '.join(map(str, *own.items()))} .*; set kv_budget to {fit}",
         )
         for name, own, fit in (
             ("h2o", {"window": 96}, 96),
