@@ -26,7 +26,7 @@ from tests.engine.test_recurrent import (
     engine,
     model_of,
     recurrent_models,
-    skip_without_pictures,
+    skip_without_images,
 )
 from tests.engine.test_triton_families import check_company
 from tests.oracle.recurrent import RECURRENT
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("triton_backend")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECURRENT)
 def test_family(family: str, engine_pool: EnginePool, model_of: Any) -> None:
-    skip_without_pictures(family)
+    skip_without_images(family)
     path, settings = model_of(family), POLICIES["cascade-heads"] | {"prefill_stride": 64}
     engine_pool.close()  # the pool's others use the CPU's paths
     with delta_rule_in_fp32() if family in DELTA_NETS else nullcontext():
