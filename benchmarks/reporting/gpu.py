@@ -198,13 +198,13 @@ def result(folder: Path, commit: str, command: str | None = None) -> Row:
         ("gpu_check", check_tables(check) if check else []),
         ("gpu_engine", engine_tables(engine) if engine else []),
     ]
-    seconds = [run.get("seconds") for run in found.values()]  # of a whole run; rows have their own
+    known = [run["seconds"] for run in found.values() if "seconds" in run]  # of whole runs
     # The versions of the engines, if any ran: the kernels alone need no vLLM.
     environment = engine[0]["environment"] if engine else check[0]["environment"] | WITHOUT_VLLM
     ran = "; ".join(f"python -m benchmarks.{name}" for name, tables in parts if tables)
     return {
         "command": command or ran,
-        "seconds": None if None in seconds else round(sum(seconds), 1),
+        "seconds": round(sum(known), 1) if len(known) == len(found) else None,
         "environment": environment | {"git_commit": commit, "git_dirty": False},
         "settings": {},
         "tables": [one.as_json() for _, tables in parts for one in tables],

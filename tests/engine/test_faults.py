@@ -91,8 +91,7 @@ def test_random_aborts(llm: Any, request: pytest.FixtureRequest, book_tokens: li
         candidates = [name for name in doomed if name in live]
         if candidates and rng.random() < 0.3:
             name = rng.choice(candidates)
-            request = live[name]
-            computed, length = request.num_computed_tokens, request.num_prompt_tokens
+            computed, length = live[name].num_computed_tokens, live[name].num_prompt_tokens
             state = "waiting" if not computed else "prefill" if computed < length else "decode"
             aborted[state] += 1
             engine.abort_request([name])
