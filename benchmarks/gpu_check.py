@@ -30,14 +30,19 @@ BYTES = 1 << 30
 MOST_WORKERS = 16
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for gpu_check.json")
     parser.add_argument("--minutes", type=float, default=8.0, help="no new timing after this long")
     parser.add_argument("--only", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--workers", type=int, help="processes that check at once")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, begin = parse_args(argv), time.monotonic()
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     without_the_plugin()
@@ -48,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     workers = options.workers or default_workers(options.interpret)
     result = run(options.interpret, 60 * options.minutes, workers, options.only)
+    result["seconds"] = round(time.monotonic() - begin, 1)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         name = "gpu_check_interpreted.json" if options.interpret else "gpu_check.json"

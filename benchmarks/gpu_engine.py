@@ -114,7 +114,8 @@ COMPARED = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for gpu_engine.json")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, also on a CPU")
@@ -128,7 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, help="engines compared at a time")
     parser.add_argument("--seconds", type=float, default=540.0, help="most of one engine")
     parser.add_argument("--engine", type=json.loads, default={}, help="engine arguments, as JSON")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, begin = parse_args(argv), time.monotonic()
     start()
     logs = Path(tempfile.mkdtemp()) if options.out is None else options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -153,6 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = dict(outcomes(run_job, group, options.at_once))
         rows += [row for place, job in enumerate(group) for row in rows_of(job, found[place])]
     result = {"tiny": options.tiny, "environment": fingerprint(), "rows": rows}
+    result["seconds"] = round(time.monotonic() - begin, 1)
     if options.out is not None:
         name = "gpu_engine_tiny.json" if options.tiny else "gpu_engine.json"
         (options.out / name).write_text(json.dumps(result, indent=1) + "\n")

@@ -297,13 +297,17 @@ def _say(text: str) -> None:
     print(f"models: {text}", file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a model's folder, and nothing else on standard output; status 1 without it."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models")
     parser.add_argument("name", nargs="?", choices=SOURCES, default=DEFAULT)
-    which = parser.parse_args(argv).name
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a model's folder, and nothing else on standard output; status 1 without it."""
     try:
-        print(real_model(which))
+        print(real_model(parse_args(argv).name))
     except ModelUnavailable as error:
         print(f"models: error: {error}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.running import leash
@@ -52,15 +53,21 @@ def command(name: str, folder: Path = FOLDER) -> list[str]:
     return [sys.executable, "-m", f"benchmarks.{module}", *options, "--out", out]
 
 
-def main() -> None:
-    """Run what was asked for."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
     parser.add_argument("questions", nargs="*", help=f"default: all of {', '.join(PLAN)}")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the JSON files")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     unknown = set(args.questions) - set(PLAN)
     if unknown:
         parser.error(f"choose from {', '.join(PLAN)}, not {', '.join(sorted(unknown))}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what was asked for."""
+    args = parse_args(argv)
     failed, begin = [], time.perf_counter()
     for name in args.questions or PLAN:
         start = time.perf_counter()

@@ -9,6 +9,7 @@ machine may have no rich and no history, so it writes plain JSON, and the commit
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,9 @@ def runs_in(folder: Path) -> dict[str, Row]:
 def result(folder: Path, commit: str, command: str | None = None) -> Row:
     """The kept result of a folder: of ``gpu_check``, ``gpu_engine``, or both.
 
+    Returns:
+        As ``results.finish`` writes it; ``seconds`` is None if a run did not write its own.
+
     Raises:
         ValueError: as ``runs_in``.
     """
@@ -194,14 +198,13 @@ def result(folder: Path, commit: str, command: str | None = None) -> Row:
         ("gpu_check", check_tables(check) if check else []),
         ("gpu_engine", engine_tables(engine) if engine else []),
     ]
-    timed = [row for run in check for row in run["checks"]]
-    timed += [row for run in engine for row in run["rows"]]
+    known = [run["seconds"] for run in found.values() if "seconds" in run]  # of whole runs
     # The versions of the engines, if any ran: the kernels alone need no vLLM.
     environment = engine[0]["environment"] if engine else check[0]["environment"] | WITHOUT_VLLM
     ran = "; ".join(f"python -m benchmarks.{name}" for name, tables in parts if tables)
     return {
         "command": command or ran,
-        "seconds": round(sum(row.get("seconds", 0.0) for row in timed), 1),
+        "seconds": round(sum(known), 1) if len(known) == len(found) else None,
         "environment": environment | {"git_commit": commit, "git_dirty": False},
         "settings": {},
         "tables": [one.as_json() for _, tables in parts for one in tables],
@@ -209,17 +212,22 @@ def result(folder: Path, commit: str, command: str | None = None) -> Row:
     }
 
 
-def main() -> None:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--commit", required=True, help="the commit that the card ran")
     parser.add_argument("--command", help="what ran on the card, with its options")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
     try:
         found = result(args.folder, args.commit, args.command)
     except ValueError as error:
-        parser.error(str(error))
+        raise SystemExit(f"benchmarks.reporting.gpu: {error}") from None
     args.out.write_text(results.as_text(found), encoding="utf-8")
 
 

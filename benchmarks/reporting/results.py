@@ -180,13 +180,14 @@ def section(result: dict[str, Any], chosen: Sequence[int] = ()) -> str:
     machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu']}"
     commit = _short((where.get("git_commit") or "unknown") + "+" * bool(where.get("git_dirty")))
     items = result.get("items")
+    spent = "" if result["seconds"] is None else f"; {result['seconds']:,.0f} s"
     kept = f", {items['taken up']} of {items['asked']} items kept from before" if items else ""
     if items and (commits := items.get("commits")):
         kept += f" ({', '.join(map(_short, commits))})"
     lines = [
         f"`{result['command']}`<br>",
         f"{machine}; torch {where['torch']}, vLLM {where['vllm']}, commit {commit}, "
-        f"{where['time'][:10]}; {result['seconds']:,.0f} s{kept}.",
+        f"{where['time'][:10]}{spent}{kept}.",
     ]
     for number, table in enumerate(result["tables"], 1):
         if not chosen or number in chosen:

@@ -31,23 +31,30 @@ def documented(documents: tuple[str, ...] = DOCUMENTS) -> list[str]:
 
 def parse(module: str, words: list[str]) -> None:
     parse_args = getattr(importlib.import_module(module), "parse_args", None)
-    if parse_args is not None:
+    if words:
+        assert parse_args is not None, f"{module} has no parse_args, so nothing checks {words}"
         parse_args(words)
 
 
 @pytest.mark.parametrize("line", documented())
 def test_documented_commands_parse(line: str) -> None:
-    _, _, module, *words = shlex.split(line)
-    if not words or {"NAME", "QUESTION", "TABLE", "TEXT..."} & set(words):
-        importlib.import_module(module)
-        return
-    parse(module, words)
+    _, _, module, *words = shlex.split(line, comments=True)
+    parse(module, [] if {"NAME", "QUESTION", "TABLE", "TEXT..."} & set(words) else words)
 
 
 @pytest.mark.parametrize("name", quick.PLAN)
 def test_make_bench_commands_parse(name: str) -> None:
     _, _, module, *words = quick.command(name)
     parse(module, words)
+
+
+def test_what_nothing_parses_fails() -> None:
+    """Options of a module without a parser, and options that no module has."""
+    with pytest.raises(AssertionError, match="serving has no parse_args"):
+        parse("benchmarks.running.serving", ["--port", "1"])
+    for name in ("gpu_check", "gpu_engine", "models", "quick", "reporting.gpu"):
+        with pytest.raises(SystemExit):
+            parse(f"benchmarks.{name}", ["--no-such-option"])
 
 
 def test_documents_name_every_benchmark() -> None:

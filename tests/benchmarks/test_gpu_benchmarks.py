@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,21 @@ def test_gpu_check_interpreted(tmp_path: Path) -> None:
     assert {row["scored"] for row in result["layer"]} == {True, False}
     assert all(row["and_insert_us"] > 0 for row in result["layer"])
     assert "times mean nothing" in done.stdout and "0 failed" in done.stdout
+
+
+def test_gpu_check_writes_how_long_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checks run beside each other, and its timings have no time of their own."""
+    from benchmarks import gpu_check
+
+    def found(*_: object) -> dict[str, Any]:
+        time.sleep(0.2)
+        timings = {kind: [] for kind in gpu_check.KINDS}
+        return {"correct": True, "environment": {"gpu": None}, "copy_gbps": 1.0, **timings}
+
+    monkeypatch.setattr(gpu_check, "run", found)
+    assert gpu_check.main(["--interpret", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "gpu_check_interpreted.json").read_text())
+    assert 0.2 <= written["seconds"] < 30
 
 
 def test_gpu_check_needs_neither_vllm_nor_the_plugin() -> None:
@@ -296,7 +312,10 @@ def test_dense_attention_is_timed_on_other_keys_each_time(monkeypatch: pytest.Mo
     assert len(set(keys)) == -(-2 * 4096 // moved) == 3 and row["sdpa_ms"] == 1.0
 
 
-def test_engines_are_timed_after_all_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_timed_after_all_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own time is written: two engines at once each take as long."""
     from benchmarks import gpu_engine
 
     groups: list[list[str]] = []
@@ -304,12 +323,15 @@ def test_engines_are_timed_after_all_comparisons(monkeypatch: pytest.MonkeyPatch
     def outcomes(_: object, jobs: list[dict[str, Any]], at_a_time: int) -> list[Any]:
         groups.append([job["kind"] for job in jobs])
         assert at_a_time == 2
+        time.sleep(0.2)
         return [(place, [{"equal": True}]) for place in range(len(jobs))]
 
     monkeypatch.setattr(gpu_engine, "outcomes", outcomes)
     monkeypatch.setattr(gpu_engine, "start", lambda: None)
     arguments = ["--kinds", "speed", "drafts", "--policies", "cascade", "--at-once", "2"]
-    assert gpu_engine.main(arguments) == 0
+    assert gpu_engine.main([*arguments, "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "gpu_engine.json").read_text())
+    assert 0.4 <= written["seconds"] < 30
     assert groups == [["drafts"] * 4, ["speed"] * 2]
 
 

@@ -25,6 +25,7 @@ CHECK: dict[str, Any] = {
         {"check": "c", "error": "AssertionError: output", "seconds": 3.0},
     ],
     "environment": {"gpu": "A card", "torch": "2", "time": "2026-11-25T00:00:00"},
+    "seconds": 4.0,  # checks run beside each other
     "copy_gbps": 3000.0,
     "attend": [ATTEND, SKIPPED],
     "layer": [LAYER],
@@ -45,7 +46,7 @@ def test_a_kept_result(tmp_path: Path) -> None:
     assert [list(row) for row in layers] == [["32/8", "1,024", "16", "yes", "22.6", "27.5", "32.0"]]
     assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.031", "0.250", "0.125", "0.062"]
     text = results.section(json.loads(results.as_text(found)))
-    assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 6 s." in text
+    assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 4 s." in text
 
 
 def test_runs_of_some_kinds_are_kept_together(tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_a_kept_result_of_engines(tmp_path: Path) -> None:
     checked |= {"check_s": 12.36}
     for name, some in (("", [compared, failed]), ("_first", [checked]), ("_speed", rows)):
         written = {"environment": CHECK["environment"] | {"vllm": "1"}, "rows": some}
+        written["seconds"] = 20.5
         (tmp_path / f"gpu_engine{name}.json").write_text(json.dumps(written))
     found = gpu.result(tmp_path, "0123456789ab")
     engines, first, speed = ([list(row) for row in one["rows"]] for one in found["tables"])
@@ -83,7 +85,21 @@ def test_a_kept_result_of_engines(tmp_path: Path) -> None:
         ["Llama 8B", "stock", "1,024", "1.23", "4", ""],
     ]
     text = results.section(json.loads(results.as_text(found)))
-    assert "A card; torch 2, vLLM 1, commit 0123456789, 2026-11-25; 56 s." in text
+    assert "A card; torch 2, vLLM 1, commit 0123456789, 2026-11-25; 62 s." in text
+
+
+def test_a_duration_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    """Rows of one engine each have its time, and engines run beside each other."""
+    row = {"what": "speed", "policy": "stock", "model": "8B", "seconds": 40.0}
+    rows = [row | {"context": context} for context in (1024, 32000)]
+    run = {"environment": CHECK["environment"] | {"vllm": "1"}, "rows": rows}
+    for spent, said in (({"seconds": 45.0}, "2026-11-25; 45 s."), ({}, "2026-11-25.")):
+        write(tmp_path, "gpu_engine.json", run | spent)
+        found = gpu.result(tmp_path, "0123456789ab")
+        text = results.section(json.loads(results.as_text(found)))
+        assert f"commit 0123456789, {said}\n" in text
+    write(tmp_path, "gpu_check.json", CHECK)
+    assert gpu.result(tmp_path, "0123456789ab")["seconds"] is None, "of one run alone"
 
 
 def test_an_engine_that_failed_is_kept_with_its_reason(tmp_path: Path) -> None:
@@ -126,7 +142,8 @@ def test_a_folder_of_both_is_one_result(tmp_path: Path) -> None:
     """A check that failed must not be lost beside engines."""
     speed = {"what": "speed", "policy": "stock", "model": "8B", "context": 1024, "seconds": 4.0}
     environment = CHECK["environment"] | {"vllm": "1"}
-    write(tmp_path, "gpu_engine.json", {"environment": environment, "rows": [speed]})
+    engine = {"environment": environment, "rows": [speed], "seconds": 6.0}
+    write(tmp_path, "gpu_engine.json", engine)
     write(tmp_path, "gpu_check.json", CHECK)
     found = gpu.result(tmp_path, "0123456789ab")
     titles = [one["title"] for one in found["tables"]]

@@ -93,12 +93,12 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
     import numpy as np
     from vllm import LLM, SamplingParams
 
+    from tests.oracle.dgc import sentence_ends
     from tests.oracle.model import load_model, stream
     from tests.oracle.quantised import Quantiser
     from tests.oracle.random_models import write_llama
     from tests.oracle.settings import oracle_settings, token_scores
     from vllm_cascade.policies.arguments import CHECK
-    from vllm_cascade.policies.idf import sentence_ends
 
     # The smallest settings that wrap the cache often.
     policy = {**policy, "budget": 64, "prefill_stride": 16}
@@ -122,7 +122,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
             disable_log_stats=False,
             **start(tiny, **engine),
         )
-        ends = sentence_ends(llm.get_tokenizer()).tolist()
+        ends = sentence_ends(llm.get_tokenizer())
         oracle, quantiser = load_model(path, bloom_gelu="none"), Quantiser.of(cache_dtype)
         errors: list[Any] = []
         without: list[Any] = []

@@ -6,7 +6,6 @@ model's 1,024 positions. Token budgets are odd on purpose: chunks end where they
 they are told.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +20,7 @@ from vllm import SamplingParams
 from tests.conftest import MODEL
 from tests.cpp_library import CALLS
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
-from tests.oracle.dgc import sentences_of
+from tests.oracle.dgc import sentence_ends, sentences_of
 from tests.oracle.full_attention import LLAMA3
 from tests.oracle.model import OracleResult, load_model, stream
 from tests.oracle.quantised import Quantiser, Stored
@@ -107,12 +106,8 @@ def oracle_model(path: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def book_ends() -> list[bool]:
-    """Which token ids end a sentence: a full stop or the like, quotes aside, or a line's end."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
-    marks = re.compile(r"[.!?…。！？][\"'”’»)\]}*_ \t]*\s*$|\n")
-    special = set(tokenizer.all_special_ids)
-    return [token in special or bool(marks.search(text)) for token, text in enumerate(texts)]
+    """Which token ids of the shipped model end a sentence."""
+    return sentence_ends(AutoTokenizer.from_pretrained(MODEL))
 
 
 def run_oracle(

@@ -55,11 +55,12 @@ def null_pages(worker: Any) -> list[torch.Tensor]:
     return pages
 
 
-def test_random_aborts(llm: Any, book_tokens: list[int]) -> None:
+def test_random_aborts(llm: Any, request: pytest.FixtureRequest, book_tokens: list[int]) -> None:
     """In prefill, in decode and in the queue; the others answer as if nothing had happened."""
     rng = random.Random(3)
     engine = llm.llm_engine
-    is_async = engine.vllm_config.scheduler_config.async_scheduling
+    is_async = request.node.callspec.params["llm"] == "async"
+    assert engine.vllm_config.scheduler_config.async_scheduling == is_async
     assert type(engine.engine_core.engine_core.scheduler).__name__.startswith("Async") == is_async
     asks = {
         f"r{i}": (book_tokens[700 * i : 700 * i + rng.choice([1, 40, 64, 300, 1500])], 24)
@@ -90,8 +91,7 @@ def test_random_aborts(llm: Any, book_tokens: list[int]) -> None:
         candidates = [name for name in doomed if name in live]
         if candidates and rng.random() < 0.3:
             name = rng.choice(candidates)
-            request = live[name]
-            computed, length = request.num_computed_tokens, request.num_prompt_tokens
+            computed, length = live[name].num_computed_tokens, live[name].num_prompt_tokens
             state = "waiting" if not computed else "prefill" if computed < length else "decode"
             aborted[state] += 1
             engine.abort_request([name])

@@ -95,25 +95,18 @@ def test_api_servers_that_are_configured_again_agree(
 
 def outcomes(settings: list[str | None], patience: float) -> list[str]:
     """What each rank with these settings says; None: a rank of stock vLLM, which says nothing."""
-    store, said = dist.HashStore(), [""] * len(settings)
+    store, most = dist.HashStore(), timedelta(seconds=patience)
 
-    def run(rank: int, own: str) -> None:
+    def run(rank: int, own: str) -> str:
         try:
-            compare_ranks(store, rank, len(settings), Own(own), timedelta(seconds=patience))
+            compare_ranks(store, rank, len(settings), Own(own), most)
         except KVPolicyError as error:
-            said[rank] = str(error)
+            return str(error)
+        return ""
 
-    ranks = [
-        threading.Thread(target=run, args=(rank, own))
-        for rank, own in enumerate(settings)
-        if own is not None
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(30)
-        assert not rank.is_alive()
-    return said
+    with ThreadPoolExecutor(len(settings)) as pool:
+        ranks = {n: pool.submit(run, n, own) for n, own in enumerate(settings) if own is not None}
+        return [ranks[n].result(30) if n in ranks else "" for n in range(len(settings))]
 
 
 def test_ranks_with_other_flags_all_stop() -> None:
@@ -176,17 +169,15 @@ def test_a_rank_without_a_policy_stops_the_others() -> None:
 
 def test_engines_of_one_process_do_not_read_what_earlier_ones_said() -> None:
     """As with ``external_launcher``, whose processes keep their group."""
-    store = dist.HashStore()
-    for budget in (128, 64):
-        own = Own(settings_of({"kv_budget": budget}))
-        ranks = [
-            threading.Thread(target=compare_ranks, args=(store, rank, 2, own)) for rank in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(30)
-            assert not rank.is_alive()
+    store, patience = dist.HashStore(), timedelta(seconds=20)
+    for budget, memory in ((128, 0.5), (64, 0.25)):
+        own = Own(settings_of({"kv_budget": budget}), memory)
+        with ThreadPoolExecutor(2) as pool:
+            ranks = [pool.submit(compare_ranks, store, n, 2, own, patience) for n in range(2)]
+            assert [rank.result(30) for rank in ranks] == [memory, memory]
+    other = Own(settings_of({"kv_budget": 32}))
+    with pytest.raises(KVPolicyError, match="runs without a KV policy, or has stopped"):
+        compare_ranks(store, 0, 2, other, timedelta(seconds=0.5))  # rank 1 has not started again
 
 
 def first_message(additional_config: dict[str, Any], rank: int = 1) -> bytes:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -136,6 +138,18 @@ def nearest_centres(
             gap = cosine(keys[token], keys[ranked[0]]) - cosine(keys[token], keys[second])
             lead = min(lead, gap)
     return nearest, lead
+
+
+def sentence_ends(tokenizer: Any) -> list[bool]:
+    """Which token ids end a sentence: special ones, a final mark before closing quotes, a newline.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    marks = re.compile(r"[.!?…。！？][\"'”’»)\]}*_ \t]*\s*$|\n")
+    special = set(tokenizer.all_special_ids)
+    return [token in special or bool(marks.search(text)) for token, text in enumerate(texts)]
 
 
 def sentences_of(
