@@ -377,6 +377,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ),
     ("recall", recall, "_judge", "(oldest + unit) % CAPACITY", "unit % CAPACITY"),
     ("recall", recall, "_weigh", "tl.exp(value - total[:, None])", "tl.exp(value)"),
+    ("recall", recall_choose, "_largest", "enough = count >= now", "enough = count > now"),
     ("recall", recall_choose, "_choose", "theirs) < begins)", "theirs) > begins)"),
     (
         "recall",
