@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel ahead of time; write what each needs, and what decode attention executes.
+"""Compile every kernel ahead of time; write what each needs, and what attention executes.
 
     python -m benchmarks.kernel_resources            # docs/kernel_resources.md
 
@@ -36,6 +36,16 @@ times an H100's memory bandwidth could be reached if only this limited it: its i
 cycle and multiprocessor, 1.755 GHz), its L2 cache (5.5 TB/s assumed), or the bytes on their way
 (1 us assumed from a load to its data). Above 1, memory is the limit.
 `tests/kernels/test_machine_code.py` holds bounds on these numbers.
+
+"""
+ABOUT_PROMPTS = """
+
+## Prompts
+
+For 32 logits of a stride's queries with cached keys: warp instructions of a turn of the inner loop,
+and of these some kinds, as above. Branches count as taken: only the last tile of cached keys, and
+the stride's own, need masks. `attend_strides` is a stride's attention, `column_sums` what makes its
+scores.
 
 """
 ABOUT_JUDGE = """
@@ -120,6 +130,24 @@ def decode() -> list[str]:
     return lines
 
 
+def prompts() -> list[str]:
+    """What a stride's kernels execute for 32 logits, one line a binary."""
+    heads = [*HEADS, "registers", "shared memory", "programs"]
+    lines = [
+        "| for | kernel | shape | " + " | ".join(heads) + " |",
+        "|---|---|---|" + "---|" * len(heads),
+    ]
+    for capability, shape in itertools.product((90, 80), code.PROMPT_SHAPES):
+        for counts in code.prompt_counts(shape, capability):
+            own = counts.resources
+            numbers = (counts.instructions, counts.ffma, counts.hmma, counts.mufu)
+            numbers += (counts.shared_loads, counts.global_loads, counts.barriers)
+            cells = [f"sm_{capability}", own.kernel, own.label, *(f"{n:.1f}" for n in numbers)]
+            cells += [str(own.registers), str(own.shared), str(counts.programs())]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def judge() -> list[str]:
     """What the judge of recall executes for a stored key, one line a binary."""
     kinds = ["instructions", "integers", "MUFU", "shared loads", "global loads", "barriers"]
@@ -140,8 +168,8 @@ def judge() -> list[str]:
 
 
 def main() -> None:
-    parts = decode(), judge(), resources()
-    abouts = ABOUT_DECODE, ABOUT_JUDGE, ABOUT_RESOURCES
+    parts = decode(), prompts(), judge(), resources()
+    abouts = ABOUT_DECODE, ABOUT_PROMPTS, ABOUT_JUDGE, ABOUT_RESOURCES
     pairs = zip(abouts, parts, strict=True)
     OUT.write_text("".join(about + "\n".join(lines) for about, lines in pairs) + "\n")
     print(f"{sum(map(len, parts)) - 2 * len(parts)} lines in {OUT}")

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 
 from .attend_tiles import (
-    LN_2,
-    LOG2_E,
     LOWEST,
     columns,
     dots,
@@ -35,6 +33,8 @@ from .stored import apart, load_scales, scale_place
 from .strides import Tokens
 from .tiles import (
     CACHED,
+    LN_2,
+    LOG2_E,
     OLD_SLOTS,
     START,
     STEP,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile functions of ``attend``, and constants of softmaxes.
+"""Tile functions of ``attend``.
 
 The KV heads of a tile share its metadata and rotations.
 """
@@ -10,8 +10,6 @@ import triton.language as tl
 from .stored import factor_of, widened
 from .tiles import dot, padded, tile_offsets
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, but finite, so a maximum over no keys needs no special case."""
 

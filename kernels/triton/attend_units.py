@@ -21,12 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend_tiles import LN_2, LOG2_E, LOWEST
+from .attend_tiles import LOWEST
 from .configs import units_config
 from .launch import Launcher
 from .stored import apart, factor_of, load_scales, scale_place, widened
 from .tiles import (
     CACHED,
+    LN_2,
+    LOG2_E,
     OLD_SLOTS,
     STEP,
     STREAM,

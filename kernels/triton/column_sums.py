@@ -16,9 +16,18 @@ import triton.language as tl
 from .cached import CachedLayer
 from .configs import Config, mass_config
 from .launch import Launcher
-from .prefill import stride_constants, stride_logits, stride_queries
+from .prefill import in_base_2, masked, stride_constants, stride_logits, stride_queries
 from .strides import Strides, Tokens
-from .tiles import MOST_REGISTERS, chunk_of, first_part, load_rows, stride_of
+from .tiles import LOG2_E, MOST_REGISTERS, chunk_of, first_part, load_rows, stride_of
+
+
+@triton.jit
+def _of_units(each, seen, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """Sums ``[TILE // CHUNK]`` over queries and a unit's keys of ``[m, TILE]`` numbers."""
+    mass = tl.sum(each, axis=0)
+    if CHUNK > 1:
+        mass = tl.sum(tl.reshape(tl.where(seen, mass, 0.0), [TILE // CHUNK, CHUNK]), axis=1)
+    return mass
 
 
 @triton.jit(do_not_specialize=["sums_stride", "width", "old_tiles"])
@@ -79,43 +88,49 @@ def _column_sums(
     part = tl.arange(0, TILE // CHUNK) * CHUNK
     column = (behind + first + part) // CHUNK
     leaves = first + part < num_keys
-    # Queries before a tile of the stride do not see it.
+    # Queries before a tile of the stride do not see it; the first that do not see all of it come
+    # before ``diagonal``.
     earliest = tl.where(is_old, 0, first // QUERIES * QUERIES)
+    diagonal = tl.where(is_old, 0, first + TILE)
+    turns = tl.cdiv(length - earliest, QUERIES)
     mass = tl.zeros([TILE // CHUNK], tl.float32)
-    for member in range(GROUP):
-        query_head = head * GROUP + member
+    each = tl.zeros([QUERIES, TILE], tl.float32)
+    for turn in range(GROUP * turns):  # one loop, so that loads run ahead over all heads
+        query_head = head * GROUP + turn // turns
+        begin = earliest + turn % turns * QUERIES
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + query_head)
-        each = tl.zeros([TILE], tl.float32)
-        for begin in range(earliest, length, QUERIES):
-            index = begin + tl.arange(0, QUERIES)
-            real = index < length
-            token = start + index
-            queries, factor = stride_queries(
-                query, query_head, token, real, query_stride, scale, logit_scale, HEAD, FIRST
-            )
-            rest = None
-            if FIRST < HEAD:  # latent rows
-                latents = query + token * query_stride + query_head * HEAD
-                rest = load_rows(latents, real, FIRST, HEAD)
-            logits = stride_logits(
-                queries, keys, cached + index, at, seen, factor, cap, slope, None, rest,
-                rest_of_keys,
-            )  # fmt: skip
-            norm = tl.load(lse + token * (NUM_HEADS * GROUP) + query_head, mask=real, other=0.0)
-            weight = tl.load(decays + (length - 1 - index), mask=real, other=0.0)
-            each += tl.sum(tl.exp(logits - norm[:, None]) * weight[:, None], axis=0)
-        own = each
-        if CHUNK > 1:
-            own = tl.sum(tl.reshape(tl.where(seen, each, 0.0), [TILE // CHUNK, CHUNK]), axis=1)
-        if REDUCED == "mean":
-            mass += own
-        elif REDUCED == "max":
-            mass = tl.maximum(mass, own)
-        else:
-            out = (row * NUM_HEADS * GROUP + query_head).to(tl.int64) * sums_stride + column
-            tl.store(sums + out, own, mask=leaves)
+        index = begin + tl.arange(0, QUERIES)
+        real = index < length
+        token = start + index
+        asking, factor = stride_queries(
+            query, query_head, start + begin, real, query_stride, scale, logit_scale, HEAD
+        )
+        queries, rest = load_rows(asking, real, 0, FIRST), None
+        if FIRST < HEAD:  # latent rows
+            rest = load_rows(asking, real, FIRST, HEAD)
+        norm = tl.load(lse + token * (NUM_HEADS * GROUP) + query_head, mask=real, other=0.0)
+        weight = tl.load(decays + (length - 1 - index), mask=real, other=0.0)
+        logits = stride_logits(
+            queries, keys, cached + index, at, factor, cap, slope, rest, rest_of_keys
+        )
+        if begin < diagonal:
+            logits = masked(logits, cached + index, at, seen)
+        base_2 = in_base_2(factor, cap, slope)
+        probs = tl.exp2(logits * base_2[:, None] - (norm * LOG2_E)[:, None])
+        each += probs * weight[:, None]
+        if REDUCED != "mean":
+            if turn % turns == turns - 1:
+                own = _of_units(each, seen, TILE, CHUNK)
+                if REDUCED == "max":
+                    mass = tl.maximum(mass, own)
+                else:
+                    out = (row * NUM_HEADS * GROUP + query_head).to(tl.int64) * sums_stride
+                    tl.store(sums + out + column, own, mask=leaves)
+                each = tl.zeros([QUERIES, TILE], tl.float32)
+    if REDUCED == "mean":
+        mass = _of_units(each, seen, TILE, CHUNK)
     if REDUCED != "none":
         out = (row * NUM_HEADS + head).to(tl.int64) * sums_stride + column
         tl.store(sums + out, mass, mask=leaves)
@@ -133,7 +148,7 @@ class ColumnSums:
 
     def __init__(self, layer: CachedLayer, reduction: str) -> None:
         num_queries, num_heads, head_size, new = self._heads = layer.heads
-        config = mass_config(new, head_size, layer.slopes is not None)
+        config = mass_config(new, head_size)
         heads_and_parts = _num_sums(config, num_queries, num_heads, layer.unit, reduction)
         (self._sums_heads, self.parts), self._tile = heads_and_parts, config.tile
         many = layer.latent is not None or new.itemsize == 4

@@ -186,17 +186,15 @@ def stride_split(
     return Split(min(splits, triton.cdiv(most_keys, keys) + 1), keys)
 
 
-def mass_config(dtype: torch.dtype, head_size: int, slopes: bool = False) -> Config:
+def mass_config(dtype: torch.dtype, head_size: int) -> Config:
     """Column sums: a program holds a tile of rotated keys and streams the queries.
 
-    Args:
-        slopes: whether logits have ALiBi biases, which need another tile of registers.
+    Programs of heads up to 128 are so small that a multiprocessor holds three, which hide each
+    other's latencies.
     """
     if dtype.itemsize == 4:
         return Config(tile=16, queries=32 if head_size <= 512 else 16, warps=8, stages=1)
     if head_size > 128:
         stages = 2 if head_size <= 512 else 1
         return Config(tile=32, queries=64 if head_size <= 256 else 32, warps=8, stages=stages)
-    if head_size > 64:
-        return Config(tile=64, queries=64 if slopes else 128, warps=8, stages=2)
     return Config(tile=64, queries=64, warps=4, stages=2)

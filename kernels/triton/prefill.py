@@ -20,7 +20,16 @@ from .launch import Launcher
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
 from .split import is_last, join_parts, keys_of_part, leave_part
 from .strides import Strides, Tokens
-from .tiles import MOST_REGISTERS, first_part, load_rows, soft_cap, store_rows, stride_of
+from .tiles import (
+    LN_2,
+    LOG2_E,
+    MOST_REGISTERS,
+    first_part,
+    load_rows,
+    soft_cap,
+    store_rows,
+    stride_of,
+)
 
 
 @triton.jit
@@ -37,29 +46,52 @@ def stride_logits(
     keys,
     position,
     key_rank,
-    seen,
     scale,
     cap,
     slope,
-    window=None,
     rest_of_queries=None,
     rest_of_keys=None,
-    EARLIER: tl.constexpr = False,
-    CHUNKED: tl.constexpr = False,
 ):
-    """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
+    """Logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``, up to ``in_base_2``.
 
-    ``scale`` is one number per query; ``seen`` marks existing keys; ``slope`` is ALiBi's, or None;
-    ``window`` is the number of tokens that a query sees, its own included, or None. The rest is
-    the latent part of queries and keys, or None. ``EARLIER``: all keys precede all queries.
-    ``CHUNKED``: a query sees its own chunk of ``window`` ranks instead.
+    ``scale`` is one number per query; ``slope`` is ALiBi's, or None. The rest is the latent part of
+    queries and keys, or None.
     """
     products = dot_keys(queries, keys)
     if rest_of_queries is not None:
         products += dot_keys(rest_of_queries, rest_of_keys)
+    if (cap is None) & (slope is None):
+        return products
     logits = soft_cap(products * scale[:, None], cap)
     if slope is not None:
         logits += slope * (key_rank[None, :] - position[:, None]).to(tl.float32)
+    return logits
+
+
+@triton.jit
+def in_base_2(scale, cap, slope):
+    """Factors ``[m]`` that turn ``stride_logits`` into base-2 logarithms of their exponentials."""
+    if (cap is None) & (slope is None):
+        return scale * LOG2_E
+    return tl.zeros(scale.shape, tl.float32) + LOG2_E
+
+
+@triton.jit
+def masked(
+    logits,
+    position,
+    key_rank,
+    seen,
+    window=None,
+    EARLIER: tl.constexpr = False,
+    CHUNKED: tl.constexpr = False,
+):
+    """``stride_logits``, -inf for keys that a query does not see.
+
+    ``seen`` marks existing keys; ``window`` is the number of tokens that a query sees, its own
+    included, or None. ``EARLIER``: all keys precede all queries. ``CHUNKED``: a query sees its own
+    chunk of ``window`` ranks instead.
+    """
     visible = seen[None, :]
     if not EARLIER:
         visible = visible & (key_rank[None, :] <= position[:, None])
@@ -72,19 +104,22 @@ def stride_logits(
 def stride_queries(
     query,
     head,
-    token,
+    first,
     real,
     query_stride,
     scale,
     logit_scale,
     HEAD: tl.constexpr,
-    FIRST: tl.constexpr,
 ):
-    """The first channels of a head's queries of some tokens, and the logit factor of each."""
-    factor = tl.zeros(token.shape, tl.float32) + scale
+    """Addresses ``[m]`` of a head's queries of tokens from ``first`` on, and their logit factors.
+
+    Offsets from a program's one address stay in a loop; an address for each row would not.
+    """
+    index = tl.arange(0, real.shape[0])
+    factor = tl.zeros(real.shape, tl.float32) + scale
     if logit_scale is not None:
-        factor *= tl.load(logit_scale + token, mask=real, other=1.0)
-    return load_rows(query + token * query_stride + head * HEAD, real, 0, FIRST), factor
+        factor *= tl.load(logit_scale + first + index, mask=real, other=1.0)
+    return query + first * query_stride + head * HEAD + index * query_stride, factor
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -142,19 +177,24 @@ def _attend_strides(
     token_at = start + index
     position = cached + index
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
-    queries, factor = stride_queries(
-        query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD, FIRST
+    asking, factor = stride_queries(
+        query, query_head, start + first_query, real, query_stride, scale, logit_scale, HEAD
     )
-    rest = None
+    queries, rest = load_rows(asking, real, 0, FIRST), None
     if FIRST < HEAD:  # latent rows
-        rest = load_rows(query + token_at * query_stride + query_head * HEAD, real, FIRST, HEAD)
+        rest = load_rows(asking, real, FIRST, HEAD)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
     if window is not None:  # no query sees an earlier key
         first_key = tl.maximum(first_key, first_seen(cached + first_query, window, CHUNKED))
+    base_2 = in_base_2(factor, cap, slope)
     top, total, acc = empty_softmax(QUERIES, VALUE)
 
+    # Most tiles need no mask: every query sees all their keys.
+    unmasked, own_unmasked = end_key, first_query + 1
+    if window is not None:
+        unmasked, own_unmasked = 0, 0
     gathered += (row * NUM_HEADS + head).to(tl.int64) * width * ROW
     for begin in range(first_key, end_key, TILE):
         place = begin + tl.arange(0, TILE)
@@ -164,11 +204,10 @@ def _attend_strides(
         latents = None
         if FIRST < HEAD:
             latents = values
-        logits = stride_logits(
-            queries, keys, position, place, seen, factor, cap, slope, window, rest, latents, True,
-            CHUNKED,
-        )  # fmt: skip
-        top, total, acc = online_softmax(top, total, acc, logits, values)
+        logits = stride_logits(queries, keys, position, place, factor, cap, slope, rest, latents)
+        if begin + TILE > unmasked:
+            logits = masked(logits, position, place, seen, window, True, CHUNKED)
+        top, total, acc = online_softmax(top, total, acc, logits, base_2, values)
     own = tl.minimum(first_query + QUERIES, length)
     if SPLITS > 1:
         own = tl.where(part == there - 1, own, 0)
@@ -188,10 +227,11 @@ def _attend_strides(
             source = (start + place) * value_stride + head * VALUE
             values = load_rows(value + source, seen, 0, VALUE)
         logits = stride_logits(
-            queries, keys, position, cached + place, seen, factor, cap, slope, window, rest,
-            latents, False, CHUNKED,
-        )  # fmt: skip
-        top, total, acc = online_softmax(top, total, acc, logits, values)
+            queries, keys, position, cached + place, factor, cap, slope, rest, latents
+        )
+        if begin + TILE > own_unmasked:
+            logits = masked(logits, position, cached + place, seen, window, False, CHUNKED)
+        top, total, acc = online_softmax(top, total, acc, logits, base_2, values)
 
     if SPLITS > 1:
         left_at = (token_at * (NUM_HEADS * GROUP) + query_head) * SPLITS
@@ -203,7 +243,7 @@ def _attend_strides(
     top, total, acc = with_sink(top, total, acc, sinks, query_head)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(output + token_at * output_stride + query_head * VALUE, acc, real, 0, VALUE)
-    norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
+    norm = (top + tl.log2(tl.where(total > 0.0, total, 1.0))) * LN_2
     if lse is not None:
         tl.store(lse + token_at * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
 

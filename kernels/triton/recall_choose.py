@@ -30,8 +30,10 @@ from .shapes import Shapes
 from .stored import apart, check_scales, scale_place
 from .tiles import NEVER, OLD_SLOTS, STEP, slot_tile
 
-MOST_TILE = 1024
-"""Units or places per tile."""
+MOST_LINE = 1024
+"""Places per tile."""
+MOST_TILE = 2048
+"""Units per tile: as many as stay in a program's registers."""
 COPIED = 2048
 """Numbers per copied tile."""
 NEXT = tl.constexpr(0.125)
@@ -39,50 +41,72 @@ NEXT = tl.constexpr(0.125)
 
 
 @triton.jit
-def _hand_on(
+def _worth(
     evidence,
     stored_token,
     oldest,
-    number,
+    unit,
+    inside,
     CAPACITY: tl.constexpr,
     UNIT: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    """Raise a unit that continues the previous one's text to at least ``NEXT`` of its evidence."""
-    tiles = tl.cdiv(number, TILE)
-    for done in range(tiles):  # the last one first: what is handed on is not handed on again
-        unit = (tiles - 1 - done) * TILE + tl.arange(0, TILE)
-        inside = unit < number
-        follows = inside & (unit > 0)
-        token = tl.load(stored_token + (oldest + unit) % CAPACITY, mask=follows, other=0)
-        place = (oldest + unit - 1) % CAPACITY
-        follows = follows & (token == tl.load(stored_token + place, mask=follows, other=0) + UNIT)
-        own = tl.load(evidence + unit, mask=inside, other=0.0)
-        before = tl.load(evidence + unit - 1, mask=follows, other=0.0)
-        tl.debug_barrier()
-        tl.store(evidence + unit, tl.maximum(own, before * NEXT), mask=inside)
-    tl.debug_barrier()
+    """Evidence of units, at least ``NEXT`` of the previous one's where its text goes on in them."""
+    follows = inside & (unit > 0)
+    token = tl.load(stored_token + (oldest + unit) % CAPACITY, mask=follows, other=0)
+    place = (oldest + unit - 1) % CAPACITY
+    follows = follows & (token == tl.load(stored_token + place, mask=follows, other=0) + UNIT)
+    own = tl.load(evidence + unit, mask=inside, other=0.0)
+    return tl.maximum(own, tl.load(evidence + unit - 1, mask=follows, other=0.0) * NEXT)
 
 
 @triton.jit
-def _least_taken(evidence, number, now, TILE: tl.constexpr):
-    """The bits of the ``now``-th largest evidence, and the number of larger ones."""
+def _largest(value, inside, now):
+    """Marks of the ``now`` largest of some non-negative numbers; ties go to the first.
+
+    The numbers stay in registers while all warps find the lowest of these bit by bit.
+    """
+    bits = tl.where(inside, (value + 0.0).to(tl.int32, bitcast=True), -1)
     least = tl.full([], 0, tl.int32)
     larger = tl.full([], 0, tl.int32)
     bit = tl.full([], 1 << 30, tl.int32)
     for _ in range(31):
         tried = least | bit
         bit = bit >> 1
-        count = tl.full([], 0, tl.int32)
-        for first in range(0, number, TILE):
-            unit = first + tl.arange(0, TILE)
-            value = tl.load(evidence + unit, mask=unit < number, other=-1.0)
-            bits = (value + 0.0).to(tl.int32, bitcast=True)
-            count += tl.sum(((unit < number) & (bits >= tried)).to(tl.int32), axis=0)
+        count = tl.sum((bits >= tried).to(tl.int32), axis=0)
         enough = count >= now
         least = tl.where(enough, tried, least)
         larger = tl.where(enough, larger, count)  # count of the last value that was too large
-    return least, larger
+    same = bits == least
+    turn = larger + tl.cumsum(same.to(tl.int32), 0) - 1
+    return (bits > least) | (same & (turn < now))
+
+
+@triton.jit
+def _pick(
+    picked,
+    evidence,
+    stored_token,
+    oldest,
+    number,
+    now,
+    CAPACITY: tl.constexpr,
+    MOST: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """List the ``now`` units of most worth in order, from tiles that begin with the best so far."""
+    index = tl.arange(0, TILE)
+    taken = tl.full([], 0, tl.int32)
+    for first in range(0, number, TILE - MOST):
+        was = index < taken
+        unit = tl.where(was, tl.load(picked + index, mask=was, other=0), first + index - MOST)
+        inside = was | ((index >= MOST) & (unit < number))
+        worth = _worth(evidence, stored_token, oldest, unit, inside, CAPACITY, UNIT)
+        takes = _largest(worth, inside, now)
+        tl.debug_barrier()
+        tl.store(picked + tl.cumsum(takes.to(tl.int32), 0) - 1, unit, mask=takes)
+        taken = tl.sum(takes.to(tl.int32), axis=0)
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize_on_alignment=["stored_born", "stored_token"])  # varies by layer
@@ -139,21 +163,9 @@ def _choose(
     listed = index < now
     tl.store(moves + index, -1)
     if how == JUDGED:
-        _hand_on(evidence, stored_token, oldest, number, CAPACITY, UNIT, TILE)
-        least, larger = _least_taken(evidence, number, now, TILE)
-        taken = tl.full([], 0, tl.int32)
-        equal = larger  # which of equal ones are taken, counted behind the larger ones
-        for first in range(0, number, TILE):
-            unit = first + tl.arange(0, TILE)
-            value = tl.load(evidence + unit, mask=unit < number, other=-1.0)
-            bits = (value + 0.0).to(tl.int32, bitcast=True)
-            same = ((unit < number) & (bits == least)).to(tl.int32)
-            turn = equal + tl.cumsum(same, 0) - 1
-            takes = (unit < number) & ((bits > least) | ((same != 0) & (turn < now)))
-            at = taken + tl.cumsum(takes.to(tl.int32), 0) - 1
-            tl.store(picked + at, unit, mask=takes)
-            equal += tl.sum(same, axis=0)
-            taken += tl.sum(takes.to(tl.int32), axis=0)
+        _pick(
+            picked, evidence, stored_token, oldest, number, now, CAPACITY, MOST, TILE, UNIT
+        )  # fmt: skip
     else:
         tl.store(picked + index, index, mask=listed)
     tl.debug_barrier()
@@ -310,6 +322,8 @@ class Recaller:
             "UNIT": unit,
             "num_warps": 4,
         }
+        # At most half of a tile is what the last one was left with.
+        tile = max(min(MOST_TILE, triton.next_power_of_2(capacity + self._room)), 2 * self._room)
         self._choose = Launcher(
             _choose,
             stored_born=stored_born,
@@ -318,7 +332,7 @@ class Recaller:
             born=layer.born,
             **layer.words,
             exchanged=exchanged,
-            TILE=min(MOST_TILE, triton.next_power_of_2(capacity)),
+            TILE=tile,
             maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
             **shared,
         )
@@ -345,7 +359,7 @@ class Recaller:
     def __call__(self, rows: RecallRows) -> None:
         """Write ``chosen``, numbers of the recalled units in stream order, and the pages.
 
-        Rows whose ``HOW`` is 0 are skipped. ``evidence`` is overwritten.
+        Rows whose ``HOW`` is 0 are skipped.
         """
         places = rows.num_pages * self._page
         self._choose(
@@ -359,7 +373,7 @@ class Recaller:
             moves=rows.moves,
             scratch=rows.scratch,
             table_stride=rows.table_place,
-            LINE=min(MOST_TILE, triton.next_power_of_2(places)),
+            LINE=min(MOST_LINE, triton.next_power_of_2(places)),
         )
         self._bring(
             (rows.num_rows, self._num_heads, self._most),

@@ -52,8 +52,9 @@ LINE = 1024
 """Places or columns per tile."""
 KEYS = 16
 """Rows of a unit per tile."""
-AT_ONCE = 4
-"""Programs per request and head, each of which stores one unit at a time."""
+AT_ONCE, OF_STRIDES = 4, 16
+"""Programs per request and head, each of which stores one unit at a time: after single tokens, and
+for strides, of which there are few but each evicts many units."""
 
 
 @triton.jit
@@ -540,7 +541,7 @@ class UnitStore:
         )
         key_stride, value_stride = (0, 0) if tokens is None else tokens.places[1:3]
         self._store(
-            (rows.num_rows, self._num_heads, AT_ONCE),
+            (rows.num_rows, self._num_heads, AT_ONCE if tokens is None else OF_STRIDES),
             (rows.variant, -1 if tokens is None else tokens.variant),
             key=None if tokens is None else tokens.key,
             value=None if tokens is None else tokens.value,

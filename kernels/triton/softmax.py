@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online softmax over tiles of keys, and learned sink logits.
 
-A learned sink (gpt-oss) is one more logit per query head, without a value. It only adds to the
-softmax's denominator, so it is added once, after all keys.
+Exponentials have base 2: ``exp2`` is one instruction, ``exp`` five. A factor turns logits into
+base-2 logarithms of their exponentials. A learned sink (gpt-oss) is one more logit per query head,
+without a value. It only adds to the softmax's denominator, so it is added once, after all keys.
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691).
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import dot, padded
+from .tiles import LOG2_E, dot, padded
 
 
 @triton.jit
@@ -36,12 +37,15 @@ def empty_softmax(ROWS: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(top, total, acc, logits, values):
-    """Add a tile of logits ``[m, n]`` and values ``[n, d]``. Absent keys have logit -inf."""
-    highest = tl.maximum(top, tl.max(logits, axis=1))
+def online_softmax(top, total, acc, logits, factor, values):
+    """Add a tile of logits ``[m, n]`` and values ``[n, d]``. Absent keys have logit -inf.
+
+    ``factor``: ``[m]``, positive, turns the logits into base-2 logarithms, of which ``top`` is one.
+    """
+    highest = tl.maximum(top, tl.max(logits, axis=1) * factor)
     shift = tl.where(highest == float("-inf"), 0.0, highest)  # no key so far
-    probs = tl.exp(logits - shift[:, None])
-    fade = tl.exp(top - shift)
+    probs = tl.exp2(logits * factor[:, None] - shift[:, None])
+    fade = tl.exp2(top - shift)
     total = total * fade + tl.sum(probs, axis=1)
     acc = acc * fade[:, None] + dot_values(probs, values)
     return highest, total, acc
@@ -51,10 +55,10 @@ def online_softmax(top, total, acc, logits, values):
 def with_sink(top, total, acc, sinks, head):
     """Add a head's learned sink logit to the state. ``sinks`` is None if the model has none."""
     if sinks is not None:
-        sink = tl.load(sinks + head)
+        sink = tl.load(sinks + head) * LOG2_E
         highest = tl.maximum(top, sink)
-        fade = tl.exp(top - highest)
-        total = total * fade + tl.exp(sink - highest)
+        fade = tl.exp2(top - highest)
+        total = total * fade + tl.exp2(sink - highest)
         acc = acc * fade[:, None]
         top = highest
     return top, total, acc

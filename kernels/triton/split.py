@@ -19,7 +19,7 @@ from .softmax import empty_softmax
 from .tiles import load_rows, store_rows
 
 MARKS = 2
-"""Numbers per query and part beside the values: the largest logit and the sum."""
+"""Numbers per query and part beside the values: the largest base-2 logit and the sum."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ def join_parts(partial, marks, place, real, there, ROWS: tl.constexpr, HEAD: tl.
         their_acc = load_rows(partial + at * HEAD, real, 0, HEAD)
         highest = tl.maximum(top, their_top)
         shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet
-        fade, weight = tl.exp(top - shift), tl.exp(their_top - shift)
+        fade, weight = tl.exp2(top - shift), tl.exp2(their_top - shift)
         total = total * fade + their_total * weight
         acc = acc * fade[:, None] + their_acc * weight[:, None]
         top = highest

@@ -42,6 +42,8 @@ STEP, RULE = tl.constexpr(STEP_COLUMNS), tl.constexpr(columns.RULE_COLUMNS)
 MOST_REGISTERS = 255
 """Registers per thread; otherwise ptxas may spill to fit two blocks per multiprocessor."""
 NEVER = tl.constexpr(2**31 - 1)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

@@ -298,7 +298,15 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ("sink", chunk, "_from_chunk", "written_at - rank_now - shift", "0 * written_at"),
     ("sink", chunk, "_from_pages", "at >= kept + dropped", "at > kept + dropped"),
     ("sink", chunk_write, "_after", "index, index - gone)", "index, index)"),
-    ("cascade", prefill, "_attend_strides", "position, cached + place", "position, place"),
+    (
+        "cascade",
+        prefill,
+        "_attend_strides",
+        "logits, position, cached + place",
+        "logits, position, place",
+    ),
+    ("cascade", prefill, "_attend_strides", "end_key, first_query + 1", "end_key + TILE, length"),
+    ("cascade", prefill, "in_base_2", "scale * LOG2_E", "scale"),
     ("cascade", gather, "_gather_strides", "unit, bits,", "unit, 0 * bits,"),
     (
         "cascade",
@@ -307,9 +315,10 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "distance=distance",
         "distance=0 * distance",
     ),
-    ("cascade", prefill, "_attend_strides", "norm = top + ", "norm = top - "),
+    ("cascade", prefill, "_attend_strides", "norm = (top + ", "norm = (top - "),
     ("cascade", column_sums, "_column_sums", "is_old, 0, first //", "is_old, QUERIES, first //"),
     ("cascade", column_sums, "_column_sums", "length - 1 - index", "index"),
+    ("cascade", column_sums, "_column_sums", "is_old, 0, first + TILE", "is_old, 0, first"),
     ("cascade", choose, "score_columns", "fade * result", "result"),
     ("h2o", choose, "without_lowest", "ordered(tl.load(", "ordered(-tl.load("),
     (
@@ -367,6 +376,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ),
     ("recall", recall, "_judge", "(oldest + unit) % CAPACITY", "unit % CAPACITY"),
     ("recall", recall, "_weigh", "tl.exp(value - total[:, None])", "tl.exp(value)"),
+    ("recall", recall_choose, "_largest", "enough = count >= now", "enough = count > now"),
     ("recall", recall_choose, "_choose", "theirs) < begins)", "theirs) > begins)"),
     (
         "recall",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode attention executes for one cached key of one KV head, counted from its machine code;
-and the judge of recall for one stored key.
+a prompt's attention and scores for one logit; and the judge of recall for one stored key.
 
 Instructions are those of the compiled binary's inner loop, as ``nvdisasm`` prints them: one turn
 takes so many keys of so many KV heads, and every warp of the block executes all of it. A branch
-inside the loop counts as taken and not taken, so these are upper bounds. Bytes are those that the
+inside the loop counts as taken and not taken, so these are upper bounds; over prompts it counts as
+taken, since only a prompt's last tiles of keys need masks. Bytes are those that the
 program asks for, counted before the compiler, in the shapes of its loads and stores: an address
 that several elements share counts for each.
 """
@@ -55,6 +56,12 @@ class Card:
 H100 = Card()
 
 
+def programs(own: Resources, card: Card = H100) -> int:
+    """Blocks of a kernel that a multiprocessor holds at a time."""
+    each = math.ceil(own.registers * 32 / 256) * 256 * own.warps
+    return min(card.registers // each, card.shared // (own.shared + 1024), 64 // own.warps, 32)
+
+
 @dataclass(frozen=True)
 class LoopCounts:
     """Per cached key and KV head, but for ``resources``.
@@ -83,9 +90,7 @@ class LoopCounts:
 
     def programs(self, card: Card = H100) -> int:
         """Blocks that a multiprocessor holds at a time."""
-        own = self.resources
-        each = math.ceil(own.registers * 32 / 256) * 256 * own.warps
-        return min(card.registers // each, card.shared // (own.shared + 1024), 64 // own.warps, 32)
+        return programs(self.resources, card)
 
     def issue_share(self, card: Card = H100) -> float:
         """Of the memory's bandwidth: what the issue slots allow, one warp instruction a cycle."""
@@ -108,26 +113,46 @@ class LoopCounts:
         return min(1.0, self.issue_share(card), self.l2_share(card), self.latency_share(card))
 
 
-def inner_loop(listing: str) -> list[str]:
-    """Opcodes of the longest loop in ``nvdisasm``'s listing that holds no other long one."""
-    opcodes, labels, loops = [], {}, []
+def branches(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """All opcodes of ``nvdisasm``'s listing, and the branches: what follows one, and its target."""
+    opcodes, labels, found = [], {}, []
     for line in listing.splitlines():
         if label := LABEL.match(line):
             labels[label[1]] = len(opcodes)
-        elif found := INSTRUCTION.match(line):
-            opcodes.append(found[1])
-            target = re.search(r"\.L_x_\d+", found[2])
-            if found[1].startswith("BRA") and target and target[0] in labels:
-                loops.append((labels[target[0]], len(opcodes)))
-    loops = [(a, b) for a, b in loops if b - a > 8]
-    inner = [
+        elif code := INSTRUCTION.match(line):
+            opcodes.append(code[1])
+            target = re.search(r"\.L_x_\d+", code[2])
+            if code[1].startswith("BRA") and target:
+                found.append((len(opcodes), target[0]))
+    return opcodes, [(at, labels[target]) for at, target in found if target in labels]
+
+
+def inner_loops(jumps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Loops by first opcode and what follows the last, that are long and hold no other long one."""
+    loops = [(target, at) for at, target in jumps if at - target > 8]
+    return [
         (a, b)
         for a, b in loops
         if not any((a <= c and d < b) for c, d in loops if (a, b) != (c, d))
     ]
-    assert inner, "no loop in the listing"
-    begin, end = max(inner, key=lambda loop: loop[1] - loop[0])
+
+
+def inner_loop(listing: str) -> list[str]:
+    """Opcodes of the longest inner loop."""
+    opcodes, jumps = branches(listing)
+    begin, end = max(inner_loops(jumps), key=lambda loop: loop[1] - loop[0])
     return opcodes[begin:end]
+
+
+def shortest_turn(listing: str) -> list[str]:
+    """Opcodes of a turn of the inner loop with the fewest, with every branch inside it taken."""
+    opcodes, jumps = branches(listing)
+
+    def turn(begin: int, end: int) -> list[str]:
+        skipped = {i for at, to in jumps if begin < at < to < end for i in range(at, to)}
+        return [opcodes[i] for i in range(begin, end) if i not in skipped]
+
+    return min((turn(*loop) for loop in inner_loops(jumps)), key=len)
 
 
 def bytes_asked(ir: str) -> tuple[int, int]:
@@ -219,6 +244,47 @@ class JudgeCounts:
         return keys * self.key_bytes / card.bandwidth
 
 
+@dataclass(frozen=True)
+class PromptCounts:
+    """What a stride's kernel executes for 32 logits of cached keys, but for ``resources``.
+
+    Attributes:
+        instructions: of a warp, and of these the kinds that follow.
+    """
+
+    resources: Resources
+    instructions: float
+    ffma: float
+    hmma: float
+    mufu: float
+    shared_loads: float
+    global_loads: float
+    barriers: float
+
+    def programs(self, card: Card = H100) -> int:
+        """Blocks that a multiprocessor holds at a time."""
+        return programs(self.resources, card)
+
+
+def prompt_counts(shape: Shape, capability: int) -> list[PromptCounts]:
+    """A stride's attention, and the sums that make its scores."""
+    launches = launches_of(Layer(shape).prefill, capability)
+    kernels = {one.name: one for one in reversed(launches)}  # a stride comes before a chunk
+    found = []
+    for name in ("attend_strides", "column_sums"):
+        launch = kernels[name]
+        binary = binary_of(launch, capability)
+        own = resources(binary, launch, shape.label(), capability)
+        opcodes = shortest_turn(run_tool("nvdisasm", "-c", binary.asm["cubin"]))
+        each = own.warps * 32 / (launch.arguments["QUERIES"] * launch.arguments["TILE"])
+        kinds = {
+            kind: sum(code.split(".")[0] in names for code in opcodes) * each
+            for kind, names in KINDS.items()
+        }
+        found.append(PromptCounts(own, len(opcodes) * each, **kinds))
+    return found
+
+
 INTEGERS = ("IMMA", "IGMMA", "UTCIMMA", "HMMA", "HGMMA")
 
 
@@ -287,4 +353,12 @@ DECODE_SHAPES = (
     Shape(head_size=64, **_BF16),
     Shape(head_size=256, **_BF16),
 )
-"""What is counted for the table."""
+"""What is counted for the table of decode."""
+PROMPT_SHAPES = (
+    Shape(**_BF16),
+    Shape(unit=16, **_BF16),
+    Shape(per_head=True, reduction="max", token=True, **_BF16),
+    Shape(head_size=64, **_BF16),
+    Shape(head_size=256, **_BF16),
+)
+"""What is counted for the table of prompts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode attention may cost at most, counted from its machine code; no GPU runs it."""
+"""What attention may cost at most, counted from its machine code; no GPU runs it."""
 
 import json
 from typing import Any
@@ -13,6 +13,7 @@ from tests.kernels.machine_code import (
     buffers,
     bytes_asked,
     inner_loop,
+    shortest_turn,
 )
 from tests.kernels.test_compiled import printed
 
@@ -70,6 +71,11 @@ def test_the_loop_with_the_work_is_found_and_its_opcodes_without_predicates() ->
     kinds = [opcode.split(".")[0] for opcode in found]
     work = ["LDGSTS", "LDG", "LDSM", "HMMA", "MUFU", "BRA", "FFMA", "BAR", "FADD", "BRA"]
     assert kinds == work
+
+
+def test_a_turn_without_what_its_branches_skip() -> None:
+    kinds = [opcode.split(".")[0] for opcode in shortest_turn(LISTING)]
+    assert kinds == ["LDGSTS", "LDG", "LDSM", "HMMA", "MUFU", "BRA", "BAR", "FADD", "BRA"]
 
 
 def test_bytes_are_those_of_shapes() -> None:
@@ -130,6 +136,45 @@ def test_long_heads() -> None:
     One buffer, and two programs on a multiprocessor, that hide the copies of each other.
     """
     check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.16, buffers=1)
+
+
+PROMPTS = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.gpu.kernels_alone import without_the_plugin
+without_the_plugin()
+from tests.kernels import aot, machine_code as code
+for capability in map(int, sys.argv[2:]):
+    for shape in eval(sys.argv[1], vars(code)):
+        for counts in code.prompt_counts(shape, capability):
+            print(json.dumps(asdict(counts) | {"programs": counts.programs()}))
+"""
+
+
+def check_prompts(
+    shapes: str, capability: int, attention: float, sums: float, least: int = 3
+) -> None:
+    """Bounds on warp instructions for 32 logits, and on the sums' programs at a time."""
+    found = [json.loads(line) for line in printed(PROMPTS, shapes, capability)]
+    for counts in found:
+        alone = counts["resources"]["kernel"] == "column_sums"
+        assert counts["instructions"] <= (sums if alone else attention), counts
+        assert counts["mufu"] < 1.4, "an exponential is one of them, and one instruction"
+        assert counts["resources"]["spilled"] == 0, counts
+        assert counts["programs"] >= (least if alone else 1), counts
+    assert len(found) % 2 == 0 and found
+
+
+def test_prompts() -> None:
+    check_prompts("PROMPT_SHAPES[:1]", 90, 12, 9.2)
+
+
+@pytest.mark.slow
+def test_prompts_on_other_gpus() -> None:
+    check_prompts("PROMPT_SHAPES[:4]", 90, 12, 9.2)
+    check_prompts("PROMPT_SHAPES[:4]", 80, 26, 12.5)
+    check_prompts("PROMPT_SHAPES[4:]", 90, 42, 34, least=2)
+    check_prompts("PROMPT_SHAPES[4:]", 80, 46, 30, least=2)
 
 
 @pytest.mark.slow

@@ -16,8 +16,10 @@ from tests.kernels.recall_calls import empty
 from tests.kernels.references import chosen_reference
 from tests.kernels.stride_checks import check_insert_strides
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton import recall_choose
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.recall import Judge, span_of, tile_of_units
+from vllm_cascade.kernels.triton.recall_choose import MOST_TILE
 from vllm_cascade.kernels.triton.recall_copy import WORDS, copy_ring
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -165,14 +167,28 @@ def test_how_much_comes_back(most: int, sinks: int) -> None:
 def test_a_choice_among_more_than_a_tile() -> None:
     """More stored units than are looked at together, and a line of more places."""
     case = Case(**{**FEW, "head_size": 8}, unit=2, lengths=(2200,), holes=9, strides=(1,))
-    checks.check_recall(case, "cpu", capacity=1100, most=7)
+    for seed in range(2):
+        checks.check_recall(replace(case, seed=seed), "cpu", capacity=MOST_TILE + 90, most=7)
 
 
-def test_evidence_is_handed_on_once() -> None:
-    """The unit that is first in the second tile gets nothing of what the one before was given."""
+def test_a_choice_from_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile begins with the best units of those before, in order: ties go to the first."""
+    monkeypatch.setattr(recall_choose, "MOST_TILE", 16)
+    case = Case(**{**FEW, "head_size": 8}, unit=2, lengths=(60, 80), holes=9, strides=(1, 1))
+    for seed in range(6):
+        checks.check_recall(replace(case, seed=seed), "cpu", capacity=75, most=7)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_evidence_is_handed_on_once(nth: int) -> None:
+    """Over the end of the first tile, whose last units but ``nth - 1`` have some, and no further.
+
+    A tile has room for 8 units that were taken before.
+    """
     case = Case(**{**FEW, "head_size": 8}, unit=2, lengths=(2200,), holes=9, strides=(1,))
-    for seed in range(5):
-        checks.check_recall(replace(case, seed=seed), "cpu", capacity=1100, most=7, only=1022)
+    only, capacity = MOST_TILE - 8 - nth, MOST_TILE + 90
+    for seed in range(3):
+        checks.check_recall(replace(case, seed=seed), "cpu", capacity=capacity, most=7, only=only)
 
 
 def test_of_equal_evidence_the_first() -> None:
