@@ -360,7 +360,10 @@ def parser() -> argparse.ArgumentParser:
     page.add_argument("--text", type=Path, **absent, help="the text, UTF-8")
     page.add_argument("--model", **absent, help="the model's name or folder")
     page.add_argument(
-        "--layer", type=int, **absent, help="which attention layer (default: the middle one)"
+        "--layer",
+        type=int,
+        **absent,
+        help="which attention layer (default: the middle one of those without a window)",
     )
     page.add_argument(
         "--beside", nargs="+", **absent, help="more policies: names, or objects of settings"
