@@ -413,7 +413,8 @@ def main(argv: list[str] | None = None) -> None:
         main_parser.error(str(error))
     except ModuleNotFoundError as error:
         main_parser.error(
-            f"{args.command} needs {error.name}; install vllm-cascade with its extra cpu or cuda"
+            f"{args.command} needs {error.name}: with a GPU, install vllm-cascade[cuda]; on a CPU, "
+            "run `make setup` in a checkout, or build the target cpu of its Dockerfile"
         )
 
 
