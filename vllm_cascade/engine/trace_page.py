@@ -14,7 +14,6 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import get_tokenizer
-from vllm.usage.usage_lib import UsageContext
 
 from vllm_cascade.cache.kinds import window_policy
 from vllm_cascade.models.architectures import learns_positions
@@ -83,8 +82,7 @@ def check_length(num_tokens: int, model: str, settings: Sequence[dict[str, Any]]
             f"has at most {most}; shorten it"
         )
     for one in settings:
-        arguments = EngineArgs(**_arguments(model, num_tokens, one))
-        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        config = EngineArgs(**_arguments(model, num_tokens, one)).create_engine_config()
         policy = policy_of(config.additional_config)
         assert policy is not None
         if num_tokens < policy.prefill_stride:
