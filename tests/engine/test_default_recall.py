@@ -22,7 +22,8 @@ from tests.conftest import MODEL
 from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.pool import EnginePool
 from tests.engine.test_metrics import metrics
-from vllm_cascade.engine import configure, recall_memory
+from vllm_cascade.cli import main
+from vllm_cascade.engine import certify, configure, recall_memory
 from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
 from vllm_cascade.engine.devices import CPU, CUDA, DEVICES
 from vllm_cascade.policies.registry import policy_of, resolve
@@ -57,6 +58,53 @@ def test_every_policy_recalls(name: str, warnings: pytest.LogCaptureFixture) -> 
     assert (policy["recall"], policy["unit"]) == (DEFAULT_RECALL, RECALL_UNIT) == (8, 16)
     assert policy["recall_memory"] > 0
     assert "recall" not in warnings.text
+
+
+@pytest.mark.parametrize("model", [[], ["--model", str(MODEL)]], ids=["no model", "model"])
+@pytest.mark.parametrize(
+    ("flags", "recall", "unit"),
+    [
+        (["--kv-policy", "sink"], 8, 16),
+        (["--kv-policy", "sink", "--kv-recall", "0"], 0, 1),
+        (["--kv-policy", "cascade", "--kv-policy-config.preset", "paper"], 0, 1),
+        (["--kv-policy", "sink", "--kv-budget", "100"], 0, 1),  # no whole number of units
+        (["--kv-policy-config", '{"name": "sink", "unit": "page", "recall": 1, "budget": 256}'],
+         1, 128),
+    ],
+)  # fmt: skip
+def test_a_check_is_of_the_engines_policy(
+    flags: list[str], recall: int, unit: int, model: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``vllm-cascade check`` compares what an engine with these flags runs, on pages of 128."""
+    found: list[Any] = []
+    monkeypatch.setattr(certify, "certify", lambda *arguments: found.append(arguments) or [])
+    main(["check", *flags, *model])
+    ((policy, shapes, *_),) = found
+    assert (policy.recall, policy.unit) == (recall, unit)
+    assert {shape.block_size for shape in shapes} == {CPU.page_tokens} == {128}
+
+
+def test_a_check_fits_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its policy stays within the model's positions, as an engine's does, or is refused."""
+    found: list[Any] = []
+    monkeypatch.setattr(certify, "certify", lambda *arguments: found.append(arguments) or [])
+    main(["check", "--kv-policy", "sink", "--model", str(MODEL)])
+    policy, wanted = (
+        found[0][0].model_dump(),
+        policy_of(
+            EngineArgs(str(MODEL), additional_config={"kv_policy": {"name": "sink"}})
+            .create_engine_config()
+            .additional_config
+        ),
+    )
+    assert wanted is not None
+    assert policy | {"recall_memory": 0} == wanted.model_dump() | {"recall_memory": 0}
+    assert policy["budget"] < 1024
+    with pytest.raises(SystemExit):
+        main(["check", "--kv-policy", "sink", "--kv-budget", "2048", "--model", str(MODEL)])
+    assert "--kv-budget 2048 is too large" in capsys.readouterr().err
 
 
 def test_no_preset_is_the_default() -> None:

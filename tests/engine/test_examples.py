@@ -222,6 +222,18 @@ def test_alerts_join_what_one_server_says() -> None:
     assert all(join.startswith(" on (instance, engine) ") for join in joins)
 
 
+def test_a_pool_that_is_promised_is_full() -> None:
+    """Requests that decode without a limit hold few pages at first, and others wait."""
+    rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
+    (expr,) = [rule["expr"] for rule in rules if rule["alert"] == "KVPolicyNeedsMemory"]
+    part = expr.partition("and on (instance, engine) ")[2].replace("on (instance, engine) ", "")
+    usage, promised, pages = 3 / 40, 36, 3
+    for name, now in (("cache_usage_perc", usage), ("policy_promised_pages", promised)):
+        part = part.replace(f"vllm:kv_{name}", str(now))
+    part = part.replace("vllm:kv_policy_pages", str(pages))
+    assert eval(part) and not eval(part.replace(str(promised), "34"))
+
+
 def test_probes_of_the_manifest_are_answered(server: Server) -> None:
     service, deployment = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]

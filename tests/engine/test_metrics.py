@@ -41,20 +41,25 @@ def test_every_step(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     for name, length in prompts.items():
         llm.llm_engine.add_request(name, {"prompt_token_ids": book_tokens[:length]}, params)
     core = llm.llm_engine.engine_core.engine_core
-    seen, negative = {}, False
+    seen, negative, promised = {}, False, False
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
         live = [r.num_computed_tokens for r in core.scheduler.requests.values()]
+        # Those that are admitted may come to hold prompt and answer, 100 tokens at most.
+        most = [min(r.num_prompt_tokens + 30, 100) for r in core.scheduler.requests.values()]
+        final = sum(-(-k // BLOCK) for k, n in zip(most, live, strict=True) if n)
         seen |= {r.request_id: r.num_computed_tokens for r in core.scheduler.requests.values()}
         now = metrics(llm)
         kept = [min(n, 4 + 96) for n in live]
         pages = sum(-(-k // BLOCK) for k in kept)
         full = sum(-(-n // BLOCK) for n in live)
         assert now["cached_tokens"] == sum(kept)
-        assert now["pages"] == pages
+        assert (now["pages"], now["promised_pages"]) == (pages, final - pages)
+        promised |= final > pages
         assert now["saved_bytes"] == LAYERS * (full * FULL_PAGE - pages * OUR_PAGE)
         negative |= now["saved_bytes"] < 0
     assert negative, "short requests alone cost the metadata"
+    assert promised
     after = metrics(llm)
     totals = [length + 29 for length in prompts.values()]  # the last token is never attended
     assert moved(before, after, "evicted_tokens") == sum(max(n - 100, 0) for n in totals)
@@ -65,7 +70,8 @@ def test_every_step(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     (counted,) = llm.collective_rpc("kv_policy_counters")
     for name in ("evicted_tokens", "strides"):
         assert counted[name] - counted_before[name] == moved(before, after, name)
-    assert [after[name] for name in ("cached_tokens", "pages", "saved_bytes")] == [0, 0, 0]
+    names = ("cached_tokens", "pages", "promised_pages", "saved_bytes")
+    assert [after[name] for name in names] == [0, 0, 0, 0]
 
 
 def test_nothing_is_evicted_before_the_cache_is_full(
@@ -104,7 +110,7 @@ def test_a_replay_is_counted_again(engine_pool: EnginePool, book_tokens: list[in
 def test_labels(engine_pool: EnginePool) -> None:
     llm = engine_pool.get(POLICY, max_model_len=4096, max_num_batched_tokens=256)
     names = {"cached_tokens", "pages", "saved_bytes", "evicted_tokens", "strides", "snapshot_hits"}
-    names |= {"recalled_tokens", "stored_tokens", "recall_memory_bytes"}
+    names |= {"promised_pages", "recalled_tokens", "stored_tokens", "recall_memory_bytes"}
     names |= {"recall_memory_reserved_bytes", "recall_memory_limit_bytes"}
     assert set(metrics(llm)) == names
     for metric in llm.get_metrics():

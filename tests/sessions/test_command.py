@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-cascade sessions``, also on a machine without vLLM."""
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,22 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert stopped.value.code == 2 and "1 of the files" in err
     assert f"damaged: {path.name}: " in out and "checksum" in out
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_a_folder_of_another_user(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It cannot be listed, which is not to say that all its files are whole."""
+    path, user = Path(tempfile.mkdtemp()), os.geteuid()
+    try:
+        path.chmod(0)
+        os.seteuid(user or 65534)  # root may read all folders
+        with pytest.raises(SystemExit):
+            main(["sessions", str(path), action])
+    finally:
+        os.seteuid(user)
+        path.rmdir()
+    out, err = capsys.readouterr()
+    assert not out and f"Permission denied: '{path}'" in err
 
 
 def test_remove(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

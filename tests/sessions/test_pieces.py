@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.sessions.test_files import (
 from vllm_cascade.cli import main
 from vllm_cascade.recall.log import Log
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.sessions import files, pieces
+from vllm_cascade.sessions import command, files, pieces
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX
 from vllm_cascade.sessions.folder import DAMAGED, LOCK, Folder
@@ -355,6 +356,54 @@ def test_the_command_knows_units(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["sessions", str(tmp_path), "verify"])
     assert f"damaged: {path.name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moment", ["size", "read_header", "pieces_of", "read"])
+def test_a_server_goes_on_while_its_files_are_verified(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes a session or removes one, with units, and neither is damage."""
+    chat = Chat(tmp_path)
+    sessions = sorted([chat.turn(16), chat.turn(16), chat.turn(16)], key=lambda one: one.id)
+    place, act = {  # the first time that this is called
+        "size": (Folder, lambda: chat.turn(16)),
+        "read_header": (files, lambda: chat.remove(sessions[-1])),  # before that header is read
+        "pieces_of": (files, lambda: chat.remove(sessions[0])),  # of a header that was read
+        "read": (command, lambda: chat.remove(sessions[-1])),
+    }[moment]
+    original = getattr(place, moment)
+
+    def during(*arguments: Any) -> Any:
+        monkeypatch.setattr(place, moment, original)
+        act()
+        return original(*arguments)
+
+    monkeypatch.setattr(place, moment, during)
+    main(["sessions", str(tmp_path), "verify"])
+    chat.worker.close()
+    assert len(names(tmp_path, SUFFIX)) == (4 if moment == "size" else 2), "nothing happened"
+    number = 3 if moment == "size" else 2
+    assert f"{number} sessions, all files are whole" in capsys.readouterr().out
+
+
+def test_units_lost_while_they_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their session is still there: that is damage."""
+    chat = Chat(tmp_path)
+    chat.turn(32)
+    chat.worker.close()
+    lost, read = max(names(tmp_path)), command.read
+
+    def during(*arguments: Any) -> Any:
+        (tmp_path / lost).unlink(missing_ok=True)
+        return read(*arguments)
+
+    monkeypatch.setattr(command, "read", during)
+    with pytest.raises(SystemExit):
+        main(["sessions", str(tmp_path), "verify"])
+    out, err = capsys.readouterr()
+    assert f"its evicted units {lost} are missing" in out and "1 of the files" in err
 
 
 KILLED = """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configures an engine to run a policy, by changing a complete stock ``VllmConfig``."""
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -146,30 +147,48 @@ def _check_stream_fits(max_model_len: int, native_max_len: int) -> None:
 
 
 def _policy(raw: dict[str, Any], config: VllmConfig, positions: Positions) -> Policy:
-    """The checked policy; if nothing is said about recall, with the device's default of it.
-
-    Presets are the papers' settings, which have no recall. Where default recall cannot run, or the
-    host lacks the memory, the policy runs without, and the log says why.
+    """The checked policy.
 
     Raises:
         KVPolicyError: a setting cannot work, with the default recall or without.
     """
+
+    def attempt(settings: dict[str, Any]) -> tuple[Policy, str]:
+        policy = _checked(settings, config, positions)
+        return policy, shortage(policy, config)
+
+    return default_recall(raw, attempt)
+
+
+def default_recall(
+    raw: dict[str, Any], attempt: Callable[[dict[str, Any]], tuple[Policy, str]]
+) -> Policy:
+    """The policy of settings; if nothing is said about recall, with the device's default of it.
+
+    Presets are the papers' settings, which have no recall. Where default recall cannot run, or the
+    host lacks the memory, the policy runs without, and the log says why.
+
+    Args:
+        attempt: returns the policy of settings, and what the host lacks for it; empty: nothing.
+
+    Raises:
+        KVPolicyError: ``attempt`` raises it with the default recall and without.
+    """
     units = this_device().default_recall
     if not units or "recall" in raw or raw.get("preset") is not None:
-        policy = _checked(raw, config, positions)
-        if lack := shortage(policy, config):
+        policy, lack = attempt(raw)
+        if lack:
             logger.warning("KV policy: %s; requests that fill it would run out of memory", lack)
         return policy
     recalling = copy(raw)  # with the names of its keys
     recalling["recall"] = units
     try:
-        policy = _checked(recalling, config, positions)
-        why_not = shortage(policy, config)
+        policy, why_not = attempt(recalling)
         if not why_not:
             return policy
     except KVPolicyError as error:
         why_not = str(error)
-    policy = _checked(raw, config, positions)
+    policy, _ = attempt(raw)
     logger.warning(
         "KV policy %s: evicted tokens cannot be recalled. The default of %d units does not fit "
         "(%s). Set recall to 0 to run without, as now",

@@ -39,6 +39,7 @@ GAUGES = {
     "recall_memory_reserved_bytes": "Host memory reserved for running requests.",
     "recall_memory_limit_bytes": "Most host memory that evicted tokens may take.",
     "pages": "KV cache pages that requests hold.",
+    "promised_pages": "Free KV cache pages that running requests may still need.",
     "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
     "bytes that they hold; negative while requests are shorter than the budget.",
 }
@@ -64,6 +65,7 @@ class KVPolicyStats:
     recall_memory_reserved_bytes: int = 0
     recall_memory_limit_bytes: int = 0
     pages: int = 0
+    promised_pages: int = 0
     saved_bytes: int = 0
     evicted_tokens: int = 0
     strides: int = 0
@@ -153,7 +155,7 @@ class Meter:
         held = [(requests[name], len(b)) for name, b in blocks_of if b and name in requests]
         pages = sum(num for _, num in held)
         states = sum(len(b) for m in self._states for b in m.req_to_blocks.values())
-        stats.pages = pages + states
+        stats.pages, stats.promised_pages = pages + states, self._manager.reserved_pages()
         lengths = [request.num_computed_tokens for request, _ in held]
         stats.saved_bytes = saved_bytes(spec, lengths, pages) * self._copies
         for schedule, rows in self._by_schedule(held):

@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.tokenizers import get_tokenizer
 
+from vllm_cascade.cache.kinds import window_policy
+from vllm_cascade.models.architectures import learns_positions
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import CONFIG_KEY
 
 FRAMES = 100
+BATCH = 4096
+"""Tokens of a step. vLLM's default is less for a short text, and a default stride would be, too."""
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACE = "/*DATA*/null"
 """Where the template takes the data."""
@@ -31,53 +37,110 @@ def write_page(
 
     Args:
         settings: a policy each.
-        layer: index among the model's attention layers; None: the middle one.
+        layer: index among the model's attention layers; None: the middle one of those that run
+            under the policy.
 
     Raises:
         KVPolicyError: settings are invalid.
-        ValueError: the model has no such layer, or the text is shorter than a stride.
+        ValueError: the model has no such layer, or the text is shorter than a stride, or longer
+            than learned positions allow.
     """
+    ids, tokens = pieces(get_tokenizer(model), text)
+    check_length(len(ids), model, settings)
     # One engine after the other: each takes the memory that the settings of vLLM give it.
-    runs = [run(text, model, one, layer) for one in settings]
-    document = {"model": model, "tokens": runs[0].pop("tokens"), "runs": runs}
-    for other in runs[1:]:
-        del other["tokens"]
+    runs = [run(ids, model, one, layer) for one in settings]
+    document = {"model": model, "tokens": tokens, "runs": runs}
     data = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     out.write_text(TEMPLATE.read_text("utf-8").replace(PLACE, data), "utf-8")
 
 
-def run(text: str, model: str, settings: dict[str, Any], layer: int | None) -> dict[str, Any]:
-    """What one policy does with a text.
+def _arguments(model: str, num_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine that runs a text of ``num_tokens`` tokens."""
+    return {
+        "model": model,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": BATCH,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "additional_config": {CONFIG_KEY: {"recall": 0, **settings, "trace": True}},
+        "max_model_len": num_tokens + 1,  # vLLM samples at least one
+    }
+
+
+def check_length(num_tokens: int, model: str, settings: Sequence[dict[str, Any]]) -> None:
+    """Check before the first engine starts that the text suits the model and the policies.
+
+    Raises:
+        KVPolicyError: a policy's settings do not fit the model.
+        ValueError: the text is too short or too long.
+    """
+    native = EngineArgs(model).create_model_config()
+    most = native.max_model_len - 1
+    if learns_positions(native.hf_text_config) and num_tokens > most:
+        raise ValueError(
+            f"--text has {num_tokens} tokens, and this model's positions are learned, so a text "
+            f"has at most {most}; shorten it"
+        )
+    for one in settings:
+        config = EngineArgs(**_arguments(model, num_tokens, one)).create_engine_config()
+        policy = policy_of(config.additional_config)
+        assert policy is not None
+        if num_tokens < policy.prefill_stride:
+            raise ValueError(
+                f"--text has {num_tokens} tokens, fewer than a stride of {policy.name}; give a "
+                f"longer one, or set prefill_stride ({policy.prefill_stride}) to less"
+            )
+
+
+def run(ids: list[int], model: str, settings: dict[str, Any], layer: int | None) -> dict[str, Any]:
+    """What one policy does with the tokens of a text.
 
     Returns:
-        ``tokens``, the text's pieces; ``name``; ``regions``, their names; ``frames``, each
-        ``[tokens seen, runs]`` with three numbers a run: the gap before it, its length and its
-        region; ``logprobs``, of every token but the first.
+        ``name``; ``layer``, ``regions`` and ``frames`` of ``frames_of``; ``logprobs``, of every
+        token but the first.
     """
-    llm = LLM(
-        model,
-        max_num_seqs=1,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        additional_config={CONFIG_KEY: {"recall": 0, **settings, "trace": True}},
-        max_model_len=len(text.encode()) + 16,  # a token has at least a byte
-    )
+    llm = LLM(**_arguments(model, len(ids), settings))
     try:
         policy = policy_of(llm.llm_engine.vllm_config.additional_config)
         assert policy is not None
-        ids, tokens = pieces(llm.get_tokenizer(), text)
         stride = policy.prefill_stride
-        every = max(-(-len(ids) // FRAMES // stride), 1) * stride
-        if len(ids) < every:
-            raise ValueError(f"the text has {len(ids)} tokens, less than a stride of {stride}")
+        every = -(-len(ids) // FRAMES // stride) * stride
         llm.collective_rpc("kv_policy_trace", args=(every,))
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         kept = llm.collective_rpc("kv_policy_kept")[0]
     finally:
         llm.llm_engine.engine_core.shutdown()
-    layers = list(dict.fromkeys(one["layer"] for one in kept))
+    assert output.prompt_logprobs is not None, "they were asked for"
+    told = [entry for entry in output.prompt_logprobs if entry is not None]  # not the first token
+    entries = [next(iter(entry.values())).logprob for entry in told]
+    title = " ".join([policy.name, *(f"{k}={v}" for k, v in settings.items() if k != "name")])
+    return {
+        "name": title,
+        **frames_of(policy, kept, layer),
+        "logprobs": [round(value, 3) for value in entries],
+    }
+
+
+def frames_of(policy: Policy, kept: list[dict[str, Any]], layer: int | None) -> dict[str, Any]:
+    """What one layer kept.
+
+    Args:
+        kept: what the worker's ``kv_policy_kept`` returned.
+        layer: as ``write_page``.
+
+    Returns:
+        ``layer``, its name; ``regions``, their names; ``frames``, each ``[tokens seen, runs]`` with
+        three numbers a run: the gap before it, its length and its region.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    windows = {one["layer"]: one["window"] for one in kept}
+    layers = list(windows)
     if layer is None:
+        # A model may have no layer without a window.
+        layers = [name for name in layers if windows[name] is None] or layers
         layer = len(layers) // 2
     if not 0 <= layer < len(layers):
         raise ValueError(f"--layer {layer}: the model has {len(layers)} attention layers")
@@ -87,18 +150,7 @@ def run(text: str, model: str, settings: dict[str, Any], layer: int | None) -> d
         for one in kept
         if one["layer"] == layers[layer]
     ]
-    assert output.prompt_logprobs is not None, "they were asked for"
-    told = [entry for entry in output.prompt_logprobs if entry is not None]  # not the first token
-    entries = [next(iter(entry.values())).logprob for entry in told]
-    title = " ".join([policy.name, *(f"{k}={v}" for k, v in settings.items() if k != "name")])
-    return {
-        "tokens": tokens,
-        "name": title,
-        "layer": layers[layer],
-        "regions": list(names),
-        "frames": frames,
-        "logprobs": [round(value, 3) for value in entries],
-    }
+    return {"layer": layers[layer], "regions": list(names), "frames": frames}
 
 
 def pieces(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
@@ -113,7 +165,12 @@ def pieces(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
 
 
 def regions(policy: Policy, kept: dict[str, Any]) -> list[str]:
-    """The region of every kept token. Recalled tokens stand behind the sinks."""
+    """The region of every kept token. Recalled tokens stand behind the sinks.
+
+    Layers with windows or chunks have policies of their own, which recall nothing.
+    """
+    if kept["window"] is not None:
+        policy = window_policy(policy, kept["window"], kept["chunked"])
     names = compiled(policy).regions(kept["end"])
     sinks = names.count("sink")
     recalled = len(kept["tokens"][0]) - len(names)

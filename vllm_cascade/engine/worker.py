@@ -469,9 +469,16 @@ class KVPolicyWorker(SessionWorker):
             layer.impl.recorder = recorder
 
     def kv_policy_kept(self) -> list[dict[str, Any]]:
-        """Stop recording and return what was recorded."""
-        layers = list(self._attention_layers().values())
-        recorder = layers[0].impl.recorder
-        for layer in layers:
-            layer.impl.recorder = None
-        return [asdict(kept) for kept in recorder.kept] if recorder else []
+        """Stop recording and return what was recorded.
+
+        Each entry has the fields of ``Kept``, and ``window`` and ``chunked`` of its layer.
+        """
+        layers = {name: layer.impl for name, layer in self._attention_layers().items()}
+        recorder = next(iter(layers.values())).recorder
+        for impl in layers.values():
+            impl.recorder = None
+        found = []
+        for kept in recorder.kept if recorder else ():
+            own = layers[kept.layer].layer_config
+            found.append({**asdict(kept), "window": own.window, "chunked": own.chunked})
+        return found

@@ -27,7 +27,7 @@ def run(path: Path, action: str, names: list[str]) -> None:
 
     Raises:
         ValueError: there is no such folder or session, or a file is damaged.
-        OSError: a file cannot be removed.
+        OSError: a folder cannot be listed, or a file cannot be removed.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder")
@@ -106,20 +106,30 @@ def _age(seconds: float) -> str:
 
 
 def _verify(folder: Folder, entries: list[Entry], bad: list[Bad]) -> int:
-    """Check all files; returns how many are damaged."""
-    problems = [(name, problem) for name, problem, _ in bad]
+    """Check all files; returns how many are damaged.
+
+    A running server may remove a file that is about to be checked. It is damage if a session that
+    is still there lists the file.
+    """
+    found, is_gone = list(bad), False
     checksums = {name: {"checksum": own} for entry in entries for name, own in entry.pieces}
     for name in sorted({name for entry in entries for name in _names(entry)}):
         try:
             _, rank, world = parts_of(name)
             read(folder.path / name, {"rank": f"{rank}of{world}", **checksums.get(name, {})})
         except Unusable as error:
-            problems.append((name, str(error)))
-    for name, problem in problems:
+            if error.reason == "missing":
+                is_gone = True
+            else:
+                found.append(Bad(name, str(error), error.reason))
+    if is_gone:
+        entries, bad = folder.entries()
+        found += [one for one in bad if one not in found]
+    for name, problem, _ in found:
         print(f"damaged: {name}: {problem}")
-    if not problems:
+    if not found:
         print(f"{len(entries)} sessions, all files are whole")
-    return len(problems)
+    return len(found)
 
 
 def _chosen(

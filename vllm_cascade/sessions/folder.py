@@ -140,37 +140,42 @@ class Folder:
     def entries(self) -> tuple[list[Entry], list[Bad]]:
         """All sessions, least recently used first, and bad files.
 
-        Reads headers only. A session with a missing rank or without its evicted units is bad.
+        Reads headers only. A session with a missing rank or without its evicted units is bad. One
+        that a running server removes meanwhile is left out.
+
+        Raises:
+            OSError: the folder cannot be listed, which ``Path.glob`` does not say.
         """
-        units = {path.name for path in self.path.glob(f"[!.]*{files.PIECE_SUFFIX}")}
-        sizes = {name: self.size(name) for name in units}
+        sizes: dict[str, int] = {}
         found: dict[tuple[str, int], dict[int, str]] = {}
         entries: list[Entry] = []
         bad: list[Bad] = []
-        for file in sorted(self.path.glob(f"[!.]*{files.SUFFIX}")):
-            try:
-                session, rank, world = files.parts_of(file.name)
-            except ValueError:
-                bad.append(Bad(file.name, "not the name of a session's file", "damaged"))
+        for name in sorted(os.listdir(self.path)):
+            if name.startswith(".") or not name.endswith(files.SUFFIX):
                 continue
-            found.setdefault((session, world), {})[rank] = file.name
+            try:
+                session, rank, world = files.parts_of(name)
+            except ValueError:
+                bad.append(Bad(name, "not the name of a session's file", "damaged"))
+                continue
+            found.setdefault((session, world), {})[rank] = name
         for (session, world), parts in found.items():
             names = tuple(parts[rank] for rank in sorted(parts))
             try:
                 if missing := sorted(set(range(world)) - set(parts)):
                     raise files.Unusable("incomplete", f"the file of rank {missing[0]} is missing")
                 entries.append(self._entry(session, names, sizes))
-            except files.Unusable as error:
-                bad += [Bad(name, str(error), error.reason) for name in names]
-            except OSError as error:
-                bad += [Bad(name, str(error), "io") for name in names]
+            except (files.Unusable, OSError) as error:
+                if all(os.path.lexists(self.path / name) for name in names):
+                    reason = error.reason if isinstance(error, files.Unusable) else "io"
+                    bad += [Bad(name, str(error), reason) for name in names]
         return sorted(entries, key=lambda entry: entry.used), bad
 
-    def _entry(self, session: str, names: tuple[str, ...], sizes: Mapping[str, int]) -> Entry:
+    def _entry(self, session: str, names: tuple[str, ...], sizes: dict[str, int]) -> Entry:
         """The session in its ranks' files.
 
         Args:
-            sizes: of the files of evicted units that are there.
+            sizes: of files of evicted units; those of this session are added.
 
         Raises:
             files.Unusable: it cannot be read.
@@ -178,8 +183,11 @@ class Folder:
         """
         headers = [files.read_header(self.path / name) for name in names]
         pieces = tuple(piece for header in headers for piece in files.pieces_of(header))
-        if lost := [name for name, _ in pieces if name not in sizes]:
-            raise files.Unusable("damaged", f"its evicted units {lost[0]} are missing")
+        # A file is written before, and removed after, the session's that lists it.
+        for name, _ in pieces:
+            sizes[name] = sizes.get(name) or self.size(name)
+            if not sizes[name]:
+                raise files.Unusable("damaged", f"its evicted units {name} are missing")
         if any(files.session_of(header) != session for header in headers):
             raise files.Unusable("damaged", "the header is another session's")
         if len({header.get("stamp") for header in headers}) > 1:
@@ -231,10 +239,14 @@ class Folder:
                     room -= found.st_size
 
     def size(self, name: str) -> int:
-        """Bytes of a file; 0 if it is gone."""
+        """Bytes of a file; 0 if it is gone.
+
+        Raises:
+            OSError: the file system does not say.
+        """
         try:
             return (self.path / name).stat().st_size
-        except OSError:
+        except FileNotFoundError:
             return 0
 
     def room(self) -> int:

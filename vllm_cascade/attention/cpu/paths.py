@@ -102,8 +102,9 @@ def _library() -> tuple[Library | None, str]:
         logger.info("CPU attention runs in C++ (%s)", library.path)
         if cache_folder() not in library.path.parents:
             logger.warning(
-                "%s cannot be written, so the compiled library is kept in %s for as long as that "
-                "lasts; set VLLM_CACHE_ROOT to a folder that can be written",
+                "%s cannot be used (read-only, or mounted with noexec), so the compiled library "
+                "is kept in %s for as long as that lasts; set VLLM_CACHE_ROOT to a folder that can "
+                "be written and whose files may be executed",
                 cache_folder(),
                 library.path.parent,
             )
