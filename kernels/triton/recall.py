@@ -131,7 +131,7 @@ def _summed(top, total):
     return most, tl.sum(total * tl.exp2(top - most[:, None]), axis=1)
 
 
-@triton.jit(do_not_specialize=["rings"])
+@triton.jit(do_not_specialize=["rings"], do_not_specialize_on_alignment=["evidence"])  # by row
 def _judge(
     asked,
     sizes,
@@ -141,12 +141,14 @@ def _judge(
     recall,
     of_units,
     sums,
+    evidence,
     rings,
     CAPACITY: tl.constexpr,
     SPANS: tl.constexpr,
     SPAN: tl.constexpr,
     MOST: tl.constexpr,
     ASKING: tl.constexpr,
+    NUM_SETS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     FIRST: tl.constexpr,
@@ -157,7 +159,10 @@ def _judge(
     THREADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write logarithms of each unit's sum of powers of two, and of the sums over a span."""
+    """Write logarithms of each unit's sum of powers of two, and of the sums over a span.
+
+    ``evidence`` is set to zero.
+    """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
@@ -173,6 +178,11 @@ def _judge(
     if begin >= number:
         return
     end = tl.minimum(begin + length, number)
+    if (head < NUM_SETS) & (tl.program_id(0) % TILES == 0):
+        least = evidence + (row * NUM_SETS + head) * CAPACITY
+        for first in range(begin, end, 128):
+            number_of = first + tl.arange(0, 128)
+            tl.store(least + number_of, tl.zeros([128], tl.float32), mask=number_of < end)
     member = tl.program_id(0) % TILES * QUERIES + tl.arange(0, QUERIES)
     asks = member % ASKING < tl.load(steps + row * STEP + LENGTH)
     asks = asks & (member < GROUP * ASKING)
@@ -244,14 +254,16 @@ def _weigh(
     MOST: tl.constexpr,
     ASKING: tl.constexpr,
     HEADS: tl.constexpr,
+    SHARES: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write the most that any of a set's heads asks for a unit.
+    """Raise ``evidence`` to the most that any of ``AT_ONCE`` of a set's heads asks for a unit.
 
-    A head asks for the squares of the probabilities that its queries give the unit, together.
+    A head asks for the squares of the probabilities that its queries give the unit, together. One
+    program for all heads of a set would take them in turn, which is slow for a single request.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = recall + row * RECALL
@@ -263,33 +275,32 @@ def _weigh(
         return
     spans = tl.cdiv(number, _span_of(number, SPAN, MOST))
     asking = tl.minimum(tl.load(steps + row * STEP + LENGTH), ASKING)
-    mine = row * tl.num_programs(1) + tl.program_id(1)
+    mine = row * (tl.num_programs(1) // SHARES) + tl.program_id(1) // SHARES
     to_sinks += mine * (HEADS * ASKING)
     sums += mine * (HEADS * ASKING * SPANS)
     of_units += mine * (HEADS * ASKING * CAPACITY)
-    found = tl.zeros([TILE], tl.float32)
     nth = tl.arange(0, AT_ONCE * ROWS)
-    for first_head in range(0, HEADS, AT_ONCE):
-        head = first_head + nth // ROWS
-        asked = tl.zeros([AT_ONCE * ROWS, TILE], tl.float32)
-        for first in range(0, asking, ROWS):
-            index = first + nth % ROWS
-            asks = (head < HEADS) & (index < asking)
-            rows = head * ASKING + index
-            others = tl.load(to_sinks + rows, mask=asks, other=LOWEST)
-            top, total = _joined(sums, rows, asks, others, spans, SPANS, PARTS)
-            times = tl.where(index == asking - 1, LAST, 1.0) / (total * total)
-            # Wider loads read past the request's units; what comes of that is not stored.
-            value = tl.load(
-                of_units + rows.to(tl.int64)[:, None] * CAPACITY + unit[None, :],
-                mask=asks[:, None] & (unit < CAPACITY)[None, :],
-                other=LOWEST,
-            )
-            share = tl.exp2(value - top[:, None])
-            asked += share * share * tl.where(asks, times, 0.0)[:, None]
-        of_heads = tl.sum(tl.reshape(asked, [AT_ONCE, ROWS, TILE]), axis=1)
-        found = tl.maximum(found, tl.max(of_heads, axis=0))
-    tl.store(evidence + mine * CAPACITY + unit, found, mask=unit < number)
+    head = tl.program_id(1) % SHARES * AT_ONCE + nth // ROWS
+    asked = tl.zeros([AT_ONCE * ROWS, TILE], tl.float32)
+    for first in range(0, asking, ROWS):
+        index = first + nth % ROWS
+        asks = (head < HEADS) & (index < asking)
+        rows = head * ASKING + index
+        others = tl.load(to_sinks + rows, mask=asks, other=LOWEST)
+        top, total = _joined(sums, rows, asks, others, spans, SPANS, PARTS)
+        times = tl.where(index == asking - 1, LAST, 1.0) / (total * total)
+        # Wider loads read past the request's units; what comes of that is not stored.
+        value = tl.load(
+            of_units + rows.to(tl.int64)[:, None] * CAPACITY + unit[None, :],
+            mask=asks[:, None] & (unit < CAPACITY)[None, :],
+            other=LOWEST,
+        )
+        share = tl.exp2(value - top[:, None])
+        asked += share * share * tl.where(asks, times, 0.0)[:, None]
+    of_heads = tl.max(tl.sum(tl.reshape(asked, [AT_ONCE, ROWS, TILE]), axis=1), axis=0)
+    # The bits of non-negative numbers sort like the numbers.
+    target = (evidence + mine * CAPACITY + unit).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(target, of_heads.to(tl.int32, bitcast=True), mask=unit < number, sem="relaxed")
 
 
 def judged_shapes(
@@ -368,11 +379,14 @@ class Judge:
         warps = warps_of(queries, units * room)
         # Otherwise ptxas may spill to fit more blocks per multiprocessor.
         registers = {"maxnreg": 255} if warps < 4 else {}
+        rows = min(QUERY_ROWS, triton.next_power_of_2(most_asking))
+        heads, heads_at_once = num_queries // num_sets, QUERY_ROWS // rows
+        shares = triton.cdiv(heads, heads_at_once)
         self._grids = (
             (num_queries, triton.cdiv(most_asking, QUERY_ROWS)),
             # The most programs, of which only the first axis may have more than 65,535.
             (spans * triton.cdiv(group * most_asking, queries), num_heads),
-            (num_sets, triton.cdiv(capacity, WEIGHED)),
+            (num_sets * shares, triton.cdiv(capacity, WEIGHED)),
         )
         self._ask = Launcher(
             ask,
@@ -402,6 +416,7 @@ class Judge:
             scales=scales,
             rings=rings,
             **shared,
+            NUM_SETS=num_sets,
             GROUP=group,
             HEAD=head_size,
             FIRST=first,
@@ -414,15 +429,15 @@ class Judge:
             num_warps=warps,
             **registers,
         )
-        rows = min(QUERY_ROWS, triton.next_power_of_2(most_asking))
         self._weigh = Launcher(
             _weigh,
             **shared,
-            HEADS=num_queries // num_sets,
+            HEADS=heads,
+            SHARES=shares,
             TILE=WEIGHED,
             PARTS=PARTS,
             ROWS=rows,
-            AT_ONCE=QUERY_ROWS // rows,
+            AT_ONCE=heads_at_once,
             num_warps=4,
             maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
         )
@@ -482,6 +497,7 @@ class Judge:
                 sizes=part.sizes,
                 of_units=part.of_units,
                 sums=part.sums,
+                evidence=part.evidence,
                 **shared,
             )
             self._weigh(

@@ -8,9 +8,9 @@ and they stand where they were written.
 import triton
 import triton.language as tl
 
-from .attend_tiles import LOG2_E, LOWEST
+from .attend_tiles import LOWEST
 from .stored import apart, factor_of, load_scales, scale_place, widened
-from .tiles import block_of, dot
+from .tiles import LOG2_E, block_of, dot
 
 KEYS, CHANNELS = tl.constexpr(16), tl.constexpr(64)
 """Keys and channels of one product."""

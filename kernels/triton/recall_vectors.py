@@ -8,12 +8,12 @@ queries are rotated back to that position, whatever their own position is.
 import triton
 import triton.language as tl
 
-from .attend_tiles import LOG2_E
 from .recall_columns import HOW, JUDGED, NOW, RECALL, SINKS
 from .recall_sinks import attend_sinks
 from .stored import to_nearest
 from .tiles import (
     LENGTH,
+    LOG2_E,
     START,
     STEP,
     load_pair,

@@ -375,7 +375,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "size[:, None] + 0 * step[None, :]",
     ),
     ("recall", recall, "_judge", "(oldest + unit) % CAPACITY", "unit % CAPACITY"),
-    ("recall", recall, "_weigh", "tl.exp(value - total[:, None])", "tl.exp(value)"),
+    ("recall", recall, "_weigh", "tl.exp2(value - top[:, None])", "tl.exp2(value)"),
     ("recall", recall_choose, "_largest", "enough = count >= now", "enough = count > now"),
     ("recall", recall_choose, "_choose", "theirs) < begins)", "theirs) > begins)"),
     (
