@@ -7,8 +7,11 @@ and one scale each (``recall_vectors``), so products are exact integer products 
 
 A query attends to the whole store and to the sinks, and gives a unit the probability of its keys
 together. The evidence for a unit is the sum of the squares over the queries, of which the last one
-counts ``LAST`` times; the largest over a set's query heads. Rings are divided into spans of a fixed
-size, so results do not depend on the batch.
+counts ``LAST`` times; the largest over a set's query heads. Rings are divided into spans whose size
+depends on the request alone, so results do not depend on the batch.
+
+Exponentials are powers of two: a query's size includes the factor log2(e), and logarithms have
+base 2. The GPU has an instruction for these.
 """
 
 from collections.abc import Mapping
@@ -19,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .. import columns
+from . import configs
 from .attend_tiles import LOWEST
 from .cached import CachedLayer
 from .launch import Launcher
@@ -31,9 +35,13 @@ from .tiles import LENGTH, STEP, first_part
 
 QUERY_ROWS = 16
 """Queries of one head per program of ``ask``."""
+MOST_QUERIES = 64
+"""Queries per program of the judge."""
 SPAN_KEYS, TILE_KEYS = 512, 64
-"""Keys per program of the judge, and per iteration of its loop."""
-WEIGHED, PARTS = 64, 64
+"""Least keys per program of the judge, and keys per iteration of its loop."""
+MOST_SPANS = 256
+"""Spans of a request. Longer stores have longer spans: every program of ``_weigh`` reads all."""
+WEIGHED, PARTS = 128, 64
 """Units per program of ``_weigh``, and spans that it adds up at a time."""
 LAST = tl.constexpr(8.0)
 """Times that a head's last query counts."""
@@ -49,9 +57,23 @@ def tile_of_units(unit: int) -> tuple[int, int]:
 
 
 def span_of(unit: int) -> int:
-    """Units per program of the judge."""
+    """Least units per program of the judge."""
     units, room = tile_of_units(unit)
     return max(SPAN_KEYS // (units * room), 1) * units
+
+
+def warps_of(queries: int, tile: int) -> int:
+    """Warps of a program of the judge: few, so that most of a unit's keys are in one thread."""
+    return 4 if queries == MOST_QUERIES else max(queries * tile // 2048, 1)
+
+
+def row_threads(warps: int, device: torch.device) -> int:
+    """Threads that share a row of products, as Triton lays them out; only speed depends on it.
+
+    4 if one warp has all keys of a tile, 8 if two share them.
+    """
+    alone = warps == 1 or (warps == 4 and configs.capability(device) // 10 == 9)
+    return 4 if alone else 8
 
 
 @triton.constexpr_function
@@ -68,7 +90,48 @@ def _codes(rows, inside, FROM: tl.constexpr, TO: tl.constexpr):
     return tl.load(rows[:, None] + channel[None, :], mask=there, other=0)
 
 
-@triton.jit(do_not_specialize=["rings"])
+@triton.jit
+def _span_of(number, SPAN: tl.constexpr, MOST: tl.constexpr):
+    """Units per span of a request: a multiple of ``SPAN``, and so many that ``MOST`` suffice."""
+    return SPAN * tl.maximum(tl.cdiv(number, SPAN * MOST), 1)
+
+
+@triton.jit
+def _keys_of_columns(TILE: tl.constexpr, THREADS: tl.constexpr):
+    """Keys of a tile in the order of the columns of its products.
+
+    A thread holds two neighbouring columns of every ``2 * THREADS``. They get consecutive keys, so
+    most of a unit's maximum and sum is computed inside of threads, without exchange between them.
+    """
+    column = tl.arange(0, TILE)
+    thread, pair = column // 2 % THREADS, column // (2 * THREADS)
+    return thread * (TILE // THREADS) + pair * 2 + column % 2
+
+
+@triton.jit
+def _by_unit(x, UNITS: tl.constexpr, THREADS: tl.constexpr):
+    """Columns ``[n, TILE]`` in the order of keys, ``[n, UNITS, TILE // UNITS]``."""
+    ROWS: tl.constexpr = x.shape[0]
+    TILE: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, [ROWS, TILE // (2 * THREADS), THREADS, 2])
+    return tl.reshape(tl.permute(x, [0, 2, 1, 3]), [ROWS, UNITS, TILE // UNITS])
+
+
+@triton.jit
+def _added(top, total, value):
+    """``total * 2 ** top + 2 ** value`` as a new top and total."""
+    higher = tl.maximum(top, value)
+    return higher, total * tl.exp2(top - higher) + tl.exp2(value - higher)
+
+
+@triton.jit
+def _summed(top, total):
+    """Sums over columns of ``total * 2 ** top``, as a top and a total of each row."""
+    most = tl.max(top, axis=1)
+    return most, tl.sum(total * tl.exp2(top - most[:, None]), axis=1)
+
+
+@triton.jit(do_not_specialize=["rings"], do_not_specialize_on_alignment=["evidence"])  # by row
 def _judge(
     asked,
     sizes,
@@ -78,11 +141,14 @@ def _judge(
     recall,
     of_units,
     sums,
+    evidence,
     rings,
     CAPACITY: tl.constexpr,
     SPANS: tl.constexpr,
     SPAN: tl.constexpr,
+    MOST: tl.constexpr,
     ASKING: tl.constexpr,
+    NUM_SETS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     FIRST: tl.constexpr,
@@ -90,9 +156,13 @@ def _judge(
     UNITS: tl.constexpr,
     ROOM: tl.constexpr,
     UNIT: tl.constexpr,
+    THREADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write logarithms of each unit's sum of exponentials, and of the sums over a span."""
+    """Write logarithms of each unit's sum of powers of two, and of the sums over a span.
+
+    ``evidence`` is set to zero.
+    """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
@@ -100,12 +170,20 @@ def _judge(
         return
     oldest = tl.load(columns + BEGIN)
     number = tl.load(columns + END) - oldest
-    span = tl.program_id(0) % SPANS
-    begin = span * SPAN
+    # Queries that share keys run at about the same time, and find them in the cache.
+    TILES: tl.constexpr = (GROUP * ASKING + QUERIES - 1) // QUERIES
+    span = tl.program_id(0) // TILES
+    length = _span_of(number, SPAN, MOST)
+    begin = span * length
     if begin >= number:
         return
-    ring = tl.load(columns + RING)
-    member = tl.program_id(0) // SPANS * QUERIES + tl.arange(0, QUERIES)
+    end = tl.minimum(begin + length, number)
+    if (head < NUM_SETS) & (tl.program_id(0) % TILES == 0):
+        least = evidence + (row * NUM_SETS + head) * CAPACITY
+        for first in range(begin, end, 128):
+            number_of = first + tl.arange(0, 128)
+            tl.store(least + number_of, tl.zeros([128], tl.float32), mask=number_of < end)
+    member = tl.program_id(0) % TILES * QUERIES + tl.arange(0, QUERIES)
     asks = member % ASKING < tl.load(steps + row * STEP + LENGTH)
     asks = asks & (member < GROUP * ASKING)
     mine = (row * tl.num_programs(1) + head) * (GROUP * ASKING) + member
@@ -113,49 +191,53 @@ def _judge(
     if FIRST < HEAD:  # latent rows
         rest = _codes(asked + mine * HEAD, asks, FIRST, HEAD)
     size = tl.load(sizes + mine, mask=asks, other=0.0)
-    place = tl.arange(0, UNITS * ROOM)
-    base = head.to(tl.int64) * rings
-    top = tl.full([QUERIES], LOWEST, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    for first in tl.range(begin, tl.minimum(begin + SPAN, number), UNITS, num_stages=STAGES):
-        unit = first + place // ROOM
-        inside = (unit < number) & (place % ROOM < UNIT)
-        key = (base + ring + (oldest + unit) % CAPACITY) * UNIT + place % ROOM
-        keys = tl.trans(_codes(codes + key * HEAD, inside, 0, FIRST))
-        step = tl.load(scales + key, mask=inside, other=0.0)
+    nth = _keys_of_columns(UNITS * ROOM, THREADS)
+    unit, key = nth // ROOM, nth % ROOM
+    real = (tl.arange(0, ROOM) < UNIT)[None, None, :]
+    ring = head.to(tl.int64) * rings + tl.load(columns + RING)
+    top = tl.full([QUERIES, UNITS], LOWEST, tl.float32)
+    total = tl.zeros([QUERIES, UNITS], tl.float32)
+    for first in tl.range(begin, end, UNITS, num_stages=STAGES):
+        place = (oldest + first) % CAPACITY
+        wraps = tl.where(unit < CAPACITY - place, 0, CAPACITY)
+        inside = (unit < end - first) & (key < UNIT)
+        at = (ring + place) * UNIT + ((unit - wraps) * UNIT + key)
+        keys = tl.trans(_codes(codes + at * HEAD, inside, 0, FIRST))
+        step = tl.load(scales + at, mask=inside, other=0.0)
         products = tl.dot(query, keys)
         if FIRST < HEAD:
-            latents = _codes(codes + key * HEAD, inside, FIRST, HEAD)
+            latents = _codes(codes + at * HEAD, inside, FIRST, HEAD)
             products += tl.dot(rest, tl.trans(latents))
-        logits = products.to(tl.float32) * (size[:, None] * step[None, :])
-        logits = tl.where(inside[None, :], logits, LOWEST)
-        logits = tl.reshape(logits, [QUERIES, UNITS, ROOM])
-        most = tl.max(logits, axis=2)
-        added = tl.sum(tl.exp(logits - most[:, :, None]), axis=2)
-        units = first + tl.arange(0, UNITS)
-        there = units < number
-        value = tl.where(there[None, :], most + tl.log(added), LOWEST)
-        out = of_units + mine[:, None] * CAPACITY + units[None, :]
-        tl.store(out, value, mask=asks[:, None] & there[None, :])
-        higher = tl.maximum(top, tl.max(value, axis=1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(value - higher[:, None]), axis=1)
-        top = higher
-    tl.store(sums + mine * SPANS + span, top + tl.log(total), mask=asks)
+        logits = products.to(tl.float32) * step[None, :]  # the query's size comes later
+        logits = _by_unit(logits, UNITS, THREADS)
+        if ROOM != UNIT:
+            logits = tl.where(real, logits, LOWEST)
+        most = tl.max(logits, axis=2) * size[:, None]
+        weights = tl.exp2(logits * size[:, None, None] - most[:, :, None])
+        if ROOM != UNIT:  # LOWEST is no less than others if the size is 0
+            weights = tl.where(real, weights, 0.0)
+        number_of = first + tl.arange(0, UNITS)
+        there = (number_of < end)[None, :]
+        value = tl.where(there, most + tl.log2(tl.sum(weights, axis=2)), LOWEST)
+        out = of_units + mine[:, None] * CAPACITY + number_of[None, :]
+        tl.store(out, value, mask=asks[:, None] & there)
+        top, total = _added(top, total, value)
+    top, total = _summed(top, total)
+    tl.store(sums + mine * SPANS + span, top + tl.log2(total), mask=asks)
 
 
 @triton.jit
-def _joined(sums, rows, asks, spans, SPANS: tl.constexpr, PARTS: tl.constexpr):
-    """Logarithms of the sums over all spans, for some rows."""
-    top = tl.full(rows.shape, LOWEST, tl.float32)
-    total = tl.zeros(rows.shape, tl.float32)
+def _joined(sums, rows, asks, others, spans, SPANS: tl.constexpr, PARTS: tl.constexpr):
+    """Sums ``total * 2 ** top`` over all spans and ``others``, for some rows."""
+    top = tl.full([rows.shape[0], PARTS], LOWEST, tl.float32)
+    total = tl.zeros([rows.shape[0], PARTS], tl.float32)
     for first in range(0, spans, PARTS):
         span = first + tl.arange(0, PARTS)
         there = asks[:, None] & (span < spans)[None, :]
         value = tl.load(sums + rows[:, None] * SPANS + span[None, :], mask=there, other=LOWEST)
-        higher = tl.maximum(top, tl.max(value, axis=1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(value - higher[:, None]), axis=1)
-        top = higher
-    return top + tl.log(total)
+        top, total = _added(top, total, value)
+    top, total = _summed(top, total)
+    return _added(top, total, others)
 
 
 @triton.jit(do_not_specialize_on_alignment=["evidence"])  # by row
@@ -169,15 +251,19 @@ def _weigh(
     CAPACITY: tl.constexpr,
     SPANS: tl.constexpr,
     SPAN: tl.constexpr,
+    MOST: tl.constexpr,
     ASKING: tl.constexpr,
     HEADS: tl.constexpr,
+    SHARES: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Write the most that any of a set's heads asks for a unit.
+    """Raise ``evidence`` to the most that any of ``AT_ONCE`` of a set's heads asks for a unit.
 
-    A head asks for the squares of the probabilities that its queries give the unit, together.
+    A head asks for the squares of the probabilities that its queries give the unit, together. One
+    program for all heads of a set would take them in turn, which is slow for a single request.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = recall + row * RECALL
@@ -187,29 +273,34 @@ def _weigh(
     unit = tl.program_id(2) * TILE + tl.arange(0, TILE)
     if tl.program_id(2) * TILE >= number:
         return
-    inside = unit < number
+    spans = tl.cdiv(number, _span_of(number, SPAN, MOST))
     asking = tl.minimum(tl.load(steps + row * STEP + LENGTH), ASKING)
-    mine = row * tl.num_programs(1) + tl.program_id(1)
-    found = tl.zeros([TILE], tl.float32)
-    for head in range(HEADS):
-        of_head = tl.zeros([TILE], tl.float32)
-        for first in range(0, asking, ROWS):
-            index = first + tl.arange(0, ROWS)
-            asks = index < asking
-            rows = (mine * HEADS + head) * ASKING + index
-            total = _joined(sums, rows, asks, tl.cdiv(number, SPAN), SPANS, PARTS)
-            others = tl.load(to_sinks + rows, mask=asks, other=LOWEST)
-            higher = tl.maximum(total, others)
-            total = higher + tl.log(tl.exp(total - higher) + tl.exp(others - higher))
-            there = asks[:, None] & inside[None, :]
-            value = tl.load(
-                of_units + rows[:, None] * CAPACITY + unit[None, :], mask=there, other=LOWEST
-            )
-            share = tl.where(there, tl.exp(value - total[:, None]), 0.0)
-            times = tl.where(index == asking - 1, LAST, 1.0)
-            of_head += tl.sum(times[:, None] * share * share, axis=0)
-        found = tl.maximum(found, of_head)
-    tl.store(evidence + mine * CAPACITY + unit, found, mask=inside)
+    mine = row * (tl.num_programs(1) // SHARES) + tl.program_id(1) // SHARES
+    to_sinks += mine * (HEADS * ASKING)
+    sums += mine * (HEADS * ASKING * SPANS)
+    of_units += mine * (HEADS * ASKING * CAPACITY)
+    nth = tl.arange(0, AT_ONCE * ROWS)
+    head = tl.program_id(1) % SHARES * AT_ONCE + nth // ROWS
+    asked = tl.zeros([AT_ONCE * ROWS, TILE], tl.float32)
+    for first in range(0, asking, ROWS):
+        index = first + nth % ROWS
+        asks = (head < HEADS) & (index < asking)
+        rows = head * ASKING + index
+        others = tl.load(to_sinks + rows, mask=asks, other=LOWEST)
+        top, total = _joined(sums, rows, asks, others, spans, SPANS, PARTS)
+        times = tl.where(index == asking - 1, LAST, 1.0) / (total * total)
+        # Wider loads read past the request's units; what comes of that is not stored.
+        value = tl.load(
+            of_units + rows.to(tl.int64)[:, None] * CAPACITY + unit[None, :],
+            mask=asks[:, None] & (unit < CAPACITY)[None, :],
+            other=LOWEST,
+        )
+        share = tl.exp2(value - top[:, None])
+        asked += share * share * tl.where(asks, times, 0.0)[:, None]
+    of_heads = tl.max(tl.sum(tl.reshape(asked, [AT_ONCE, ROWS, TILE]), axis=1), axis=0)
+    # The bits of non-negative numbers sort like the numbers.
+    target = (evidence + mine * CAPACITY + unit).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(target, of_heads.to(tl.int32, bitcast=True), mask=unit < number, sem="relaxed")
 
 
 def judged_shapes(
@@ -282,14 +373,20 @@ class Judge:
             "head_size": head_size,
         }
         spans = triton.cdiv(capacity, span)
-        most = 64 if head_size <= 512 else 32  # by shared memory
+        most = MOST_QUERIES if head_size <= 512 else MOST_QUERIES // 2  # by shared memory
         queries = min(most, max(16, triton.next_power_of_2(group * most_asking)))
         units, room = tile_of_units(unit)
+        warps = warps_of(queries, units * room)
+        # Otherwise ptxas may spill to fit more blocks per multiprocessor.
+        registers = {"maxnreg": 255} if warps < 4 else {}
+        rows = min(QUERY_ROWS, triton.next_power_of_2(most_asking))
+        heads, heads_at_once = num_queries // num_sets, QUERY_ROWS // rows
+        shares = triton.cdiv(heads, heads_at_once)
         self._grids = (
             (num_queries, triton.cdiv(most_asking, QUERY_ROWS)),
             # The most programs, of which only the first axis may have more than 65,535.
             (spans * triton.cdiv(group * most_asking, queries), num_heads),
-            (num_sets, triton.cdiv(capacity, WEIGHED)),
+            (num_sets * shares, triton.cdiv(capacity, WEIGHED)),
         )
         self._ask = Launcher(
             ask,
@@ -306,13 +403,20 @@ class Judge:
             TILE=QUERY_ROWS,
             num_warps=4,
         )
-        shared = {"CAPACITY": capacity, "SPANS": spans, "SPAN": span, "ASKING": most_asking}
+        shared = {
+            "CAPACITY": capacity,
+            "SPANS": spans,
+            "SPAN": span,
+            "MOST": MOST_SPANS,
+            "ASKING": most_asking,
+        }
         self._judge = Launcher(
             _judge,
             codes=codes,
             scales=scales,
             rings=rings,
             **shared,
+            NUM_SETS=num_sets,
             GROUP=group,
             HEAD=head_size,
             FIRST=first,
@@ -320,17 +424,22 @@ class Judge:
             UNITS=units,
             ROOM=room,
             UNIT=unit,
+            THREADS=row_threads(warps, codes.device),
             STAGES=3,
-            num_warps=4,
+            num_warps=warps,
+            **registers,
         )
         self._weigh = Launcher(
             _weigh,
             **shared,
-            HEADS=num_queries // num_sets,
+            HEADS=heads,
+            SHARES=shares,
             TILE=WEIGHED,
             PARTS=PARTS,
-            ROWS=min(QUERY_ROWS, triton.next_power_of_2(most_asking)),
+            ROWS=rows,
+            AT_ONCE=heads_at_once,
             num_warps=4,
+            maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
         )
 
     def shapes(self, num_rows: int, at_once: int) -> Shapes:
@@ -388,6 +497,7 @@ class Judge:
                 sizes=part.sizes,
                 of_units=part.of_units,
                 sums=part.sums,
+                evidence=part.evidence,
                 **shared,
             )
             self._weigh(

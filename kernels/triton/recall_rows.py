@@ -23,10 +23,11 @@ class Judged:
     Attributes:
         steps, table, recall: these rows' parts of ``RecallRows``.
         evidence: fp32 ``[R, S, capacity]``, what each stored unit is worth to a head set.
-        asked, sizes: int8 ``[R, Hq, A, D]`` and fp32 ``[R, Hq, A]``, queries in 8 bits.
+        asked, sizes: int8 ``[R, Hq, A, D]`` and fp32 ``[R, Hq, A]``, queries in 8 bits; sizes
+            include log2(e).
         to_sinks: fp32 ``[R, Hq, A]`` of ``attend_sinks``.
-        of_units, sums: fp32 ``[R, Hq, A, capacity]`` and ``[R, Hq, A, spans]``, logarithms of sums
-            of exponentials.
+        of_units, sums: fp32 ``[R, Hq, A, capacity]`` and ``[R, Hq, A, spans]``, base-2 logarithms
+            of sums of exponentials.
     """
 
     steps: torch.Tensor

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .attend_tiles import LOWEST
 from .stored import apart, factor_of, load_scales, scale_place, widened
-from .tiles import block_of, dot
+from .tiles import LOG2_E, block_of, dot
 
 KEYS, CHANNELS = tl.constexpr(16), tl.constexpr(64)
 """Keys and channels of one product."""
@@ -35,7 +35,9 @@ def attend_sinks(
     CODE: tl.constexpr,
     OF_ROWS: tl.constexpr,
 ):
-    """Logarithms of sums of exponentials over a request's first keys; ``LOWEST`` without any.
+    """Base-2 logarithms of sums of exponentials over a request's first keys.
+
+    ``LOWEST`` without any.
 
     Args:
         queries: addresses of rotated rows ``[n]`` of one query head, ``inside`` or not.
@@ -67,9 +69,9 @@ def attend_sinks(
                 )
                 keys = widened(keys, CODE) * factor_of(of_channel, CODE)
             logits += dot(query, tl.trans(keys))
-        logits = tl.where(there[None, :], logits * scale, LOWEST)
+        logits = tl.where(there[None, :], logits * (scale * LOG2_E), LOWEST)
         higher = tl.maximum(top, tl.max(logits, axis=1))
-        weights = tl.where(there[None, :], tl.exp(logits - higher[:, None]), 0.0)
-        total = total * tl.exp(top - higher) + tl.sum(weights, axis=1)
+        weights = tl.where(there[None, :], tl.exp2(logits - higher[:, None]), 0.0)
+        total = total * tl.exp2(top - higher) + tl.sum(weights, axis=1)
         top = higher
-    return tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), LOWEST)
+    return tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), LOWEST)

@@ -13,6 +13,7 @@ from .recall_sinks import attend_sinks
 from .stored import to_nearest
 from .tiles import (
     LENGTH,
+    LOG2_E,
     START,
     STEP,
     load_pair,
@@ -87,7 +88,7 @@ def ask(
     OF_ROWS: tl.constexpr,
 ):
     """Rotate back and quantise the queries of a stride's evenly spaced tokens, and compute how
-    much each attends to the sinks (``attend_sinks``)."""
+    much each attends to the sinks (``attend_sinks``). Sizes are for logits in base 2."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
@@ -106,7 +107,7 @@ def ask(
     most = most * tl.abs(scale)
     levels = (tl.div_rn(LEVELS, tl.where(most > 0, most, 1.0)) * scale)[:, None]
     place = (row * tl.num_programs(1) + head) * ASKING + index
-    tl.store(sizes + place, tl.div_rn(most, LEVELS), mask=inside)
+    tl.store(sizes + place, tl.div_rn(most, LEVELS) * LOG2_E, mask=inside)
     found = attend_sinks(
         source,
         inside,

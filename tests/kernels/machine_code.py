@@ -222,6 +222,7 @@ class JudgeCounts:
     Attributes:
         instructions: of a warp, and of these the kinds that follow.
         integers: products of 8-bit numbers on tensor cores.
+        queries: of a program, padded; each has a logit for the key.
         key_bytes: of a key in 8 bits and its scale.
         buffers: tiles of keys in shared memory, or 0: they go to registers.
         tile_bytes: of keys that one turn of the loop asks for.
@@ -234,9 +235,15 @@ class JudgeCounts:
     shared_loads: float
     global_loads: float
     barriers: float
+    queries: int
     key_bytes: int
     buffers: int
     tile_bytes: int
+
+    @property
+    def per_logit(self) -> float:
+        """Instructions of a thread for one query and key."""
+        return 32 * self.instructions / self.queries
 
     def issue_share(self, card: Card = H100) -> float:
         """Of the memory's bandwidth: what the issue slots allow, one warp instruction a cycle."""
@@ -310,6 +317,7 @@ def judge_counts(shape: Shape, capability: int, asking: int) -> JudgeCounts:
         shared_loads=each(KINDS["shared_loads"]),
         global_loads=each(KINDS["global_loads"]),
         barriers=each(KINDS["barriers"]),
+        queries=launch.arguments["QUERIES"],
         key_bytes=shape.head_size + 4,
         buffers=buffers(binary.asm["ttgir"]),
         tile_bytes=(shape.head_size + 4) * keys,

@@ -187,6 +187,44 @@ def test_on_every_gpu() -> None:
     )
 
 
+JUDGE = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.gpu.kernels_alone import without_the_plugin
+without_the_plugin()
+from tests.kernels import aot, machine_code as code
+found = []
+for shape in eval(sys.argv[1], vars(aot)):
+    for capability in map(int, sys.argv[3:]):
+        counts = code.judge_counts(shape, capability, int(sys.argv[2]))
+        found.append(asdict(counts) | {"per_logit": counts.per_logit})
+print(json.dumps(found))
+"""
+
+
+def check_judge(shapes: str, asking: int, per_logit: float, *capabilities: int) -> None:
+    for counts in json.loads(printed(JUDGE, shapes, asking, *capabilities)[-1]):
+        assert counts["per_logit"] <= per_logit, counts
+        assert counts["resources"]["spilled"] == 0, counts
+
+
+def test_a_logit_of_the_judge() -> None:
+    """Its product as a float, the key's scale, a maximum, an exponential and a sum, and a share of
+    what is done once for a unit or a key."""
+    check_judge("[Shape(unit=16, recall=8)]", 32, 14, 90)
+
+
+@pytest.mark.slow
+def test_a_logit_of_the_judge_on_every_gpu() -> None:
+    """Single tokens have 16 queries with those that only pad."""
+    sizes = "[Shape(unit=16, recall=8, head_size=n) for n in (64, 128, 256)]"
+    check_judge(sizes, 32, 20, 80, 86, 90, 100, 120)
+    check_judge(sizes, 1, 23, 80, 90)
+    check_judge("[Shape(unit=4, recall=64)]", 32, 22, 80, 90)
+    check_judge("[Shape(unit=64, block_size=64, pages=33, recall=2)]", 32, 17, 80, 90)
+    check_judge("[replace(LATENT, unit=16, recall=8)]", 32, 20, 80, 90)
+
+
 LIST = """
 from benchmarks.gpu.kernels_alone import without_the_plugin
 without_the_plugin()

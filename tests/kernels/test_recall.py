@@ -16,7 +16,7 @@ from tests.kernels.recall_calls import empty
 from tests.kernels.references import chosen_reference
 from tests.kernels.stride_checks import check_insert_strides
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton import recall_choose
+from vllm_cascade.kernels.triton import recall, recall_choose
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.recall import Judge, span_of, tile_of_units
 from vllm_cascade.kernels.triton.recall_choose import MOST_TILE
@@ -139,6 +139,16 @@ def test_evidence_over_several_spans() -> None:
     assert 3 * span_of(8) < 230
     checks.check_judge(case, "cpu", capacity=230)
     checks.check_judge(at_units(case), "cpu", capacity=230, most_asking=2)
+
+
+def test_evidence_of_long_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans become longer where a request would have more than so many, and are added in parts."""
+    monkeypatch.setattr(recall, "MOST_SPANS", 3)
+    monkeypatch.setattr(recall, "PARTS", 2)
+    case = Case(**SMALL, unit=8, lengths=(3, 9, 17), strides=(4,))
+    assert 4 * span_of(8) < 330
+    checks.check_judge(case, "cpu", capacity=330)
+    checks.check_judge(at_units(case), "cpu", capacity=330, most_asking=2)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 3, 16, 24, 64, 100, 128])
