@@ -65,7 +65,12 @@ RULES: dict[str, dict[str, Any]] = {
     "beehive": {"name": "beehive", "budget": 20, "window": 4, "stride": 3, "threshold": 13},
     "cascade-overflow": {**CASCADE, "overflow": 3},
     "h2o-overflow": {"name": "h2o", "budget": 14, "overflow": 2, "normalise": True},
-}
+    # Most tokens are cached only late in the first period.
+    "beehive-new": {"name": "beehive", "budget": 64, "window": 20, "stride": 5, "threshold": 30,
+                    "threshold_counts": "new"},
+    "lazy-cascade-overflow": {"name": "cascade", "budget": 48, "num_subcaches": 3, "overflow": 5,
+                              "eager_fill": False},
+}  # fmt: skip
 NO_RULES: dict[str, dict[str, Any]] = {
     "clusters": {"name": "dgc", "budget": 12, "importance": "cluster"},
     "out-of-order": {"name": "dgc", "budget": 12, "order": "importance"},
