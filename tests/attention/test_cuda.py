@@ -49,7 +49,9 @@ from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.step.builder import step_of
+from vllm_cascade.step.plan import describe
 from vllm_cascade.step.requests import RunnerV2Requests
+from vllm_cascade.step.rows import RequestTokens
 
 pytestmark = pytest.mark.usefixtures("triton")
 
@@ -136,6 +138,25 @@ def test_decode_rows_in_units() -> None:
         assert row == [t, cached, old, 4 * min(units, 5) + 4, t, 1, *rules], t
     cached = [row[columns.CACHED] for row in rows]
     assert layer.builder.positions.buffer[:100].tolist() == cached
+
+
+def test_recalled_units_count_among_cached_tokens() -> None:
+    """Factors of logits count all that a query sees, as in a step that the host plans."""
+    settings = {"name": "beehive", "budget": 40, "unit": 4, "recall": 2, "prefill_stride": 4}
+    layer = PagedLayer(Shape(), {**settings, "log_n": True, "log_n_counts": "cached"}, 3)
+    t, ones = np.arange(100, 140), np.ones(40, dtype=np.int64)
+    table = torch.ones(40, 5, dtype=torch.int32)
+    decode = layer.builder.build(0, common((t + 1).tolist(), table)).waves[0].decode
+    schedule = layer.spec.schedule
+    assert (schedule.recalled(t) == 2).all()
+    seen = schedule.counts(t) + 2 * 4 + 1
+    expected = torch.from_numpy(np.log(seen) / np.log(512)).float()
+    torch.testing.assert_close(decode.logit_scale, expected)
+    tokens = RequestTokens([schedule] * 40, t, ones, np.arange(40), ones < 1)
+    planned = describe(tokens, 4, lambda _: 0)
+    assert decode.logit_scale.tolist() == planned.logit_scale.tolist()
+    evicted = t + 1 - schedule.counts(t + 1) - (t - schedule.counts(t))
+    assert layer.builder.counters.evicted_tokens == evicted.sum() > 0
 
 
 @pytest.mark.parametrize("name", [*RULES, *NO_RULES])
