@@ -21,10 +21,7 @@ def left_to_backend() -> Iterator[None]:
     original = CpuPlatform.get_attn_backend_cls
 
     def get_attn_backend_cls(
-        _: type[CpuPlatform],
-        selected_backend: Any,
-        attn_selector_config: Any,
-        num_heads: int | None,
+        _: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None
     ) -> str:
         if attn_selector_config.use_mla:
             attn_selector_config = attn_selector_config._replace(kv_cache_dtype="auto")
