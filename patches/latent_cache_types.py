@@ -21,13 +21,14 @@ def left_to_backend() -> Iterator[None]:
     original = CpuPlatform.get_attn_backend_cls
 
     def get_attn_backend_cls(
-        _: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None
+        _: Any, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None
     ) -> str:
         if attn_selector_config.use_mla:
             attn_selector_config = attn_selector_config._replace(kv_cache_dtype="auto")
         return original(selected_backend, attn_selector_config, num_heads)
 
-    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    replaced: Any = classmethod(get_attn_backend_cls)
+    CpuPlatform.get_attn_backend_cls = replaced
     try:
         yield
     finally:
