@@ -21,25 +21,30 @@ struct Tokens {
 namespace {
 
 // The output of attention for one request's score update: exponentials relative to a logit that W
-// slots share, and the factors that turn them into probabilities.
+// slots share, and the factors that turn them into probabilities. Without scores by attention, only
+// those of the latest tile are kept.
 struct Mass {
-  float* exps;       // [H * G, padded]
+  float* exps;       // [H * G, padded], by place(slot)
   float* relative;   // [H * G, blocks] of W slots: the logit, later the factor
   float* row_max;    // [H * G]
   float* row_scale;  // [H * G], 1 / sum
   float* own;        // [H * G], probability of the new token
   int64_t padded, blocks;
+  int64_t mask;  // of slots
+
+  int64_t place(int64_t slot) const { return slot & mask; }
 };
 
 struct Shape {
   int64_t queries, width, slots, padded, blocks;
-  bool prefetch;
+  bool prefetch, scored;
   int64_t mass_floats() const { return round_up(queries * (padded + blocks + 3) + W, 16); }
   Mass mass(float* at) const {
     // A unit smaller than a register is loaded with up to W numbers behind it, which are not used.
     float* relative = at + queries * padded + W;
     float* rest = relative + queries * blocks;
-    return {at, relative, rest, rest + queries, rest + 2 * queries, padded, blocks};
+    const int64_t mask = scored ? -1 : TILE - 1;
+    return {at, relative, rest, rest + queries, rest + 2 * queries, padded, blocks, mask};
   }
 };
 
@@ -164,7 +169,8 @@ template <int Queries, class T>
 void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
                   const TileKeys<T>& keys, const int32_t* rank, int64_t n, int64_t cached) {
   const int64_t full = on.first + q;
-  float* exps = mass.exps + full * mass.padded + tile * TILE;
+  const int64_t place = mass.place(tile * TILE);
+  float* exps = mass.exps + full * mass.padded + place;
   vf top[Queries];
   for (vf& most : top) most = splat(-INFINITY);
   for (int64_t i = 0; i < n; i += W) {
@@ -185,7 +191,7 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
     float* sums = on.sums + (q + k) * W;
     const float before = mass.row_max[full + k], now = std::max(before, largest(top[k]));
     mass.row_max[full + k] = now;
-    std::fill_n(mass.relative + (full + k) * mass.blocks + tile * TILE / W, TILE / W, now);
+    std::fill_n(mass.relative + (full + k) * mass.blocks + place / W, TILE / W, now);
     if (now > before) {
       const float shrink = std::exp(before - now);
       float* acc = on.acc + (q + k) * on.width;
@@ -208,8 +214,8 @@ void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, in
                  int64_t cached) {
   tile_softmax<Queries>(layer, mass, on, q, tile, keys, rank, n, cached);
   add_tile<Queries>(layer, on.acc + q * on.width, on.width,
-                    mass.exps + (on.first + q) * mass.padded + tile * TILE, mass.padded, value,
-                    rank, n);
+                    mass.exps + (on.first + q) * mass.padded + mass.place(tile * TILE),
+                    mass.padded, value, rank, n);
 }
 
 // Attention of KV heads [begin, end) of one request. Every tile serves all heads, so its rotations

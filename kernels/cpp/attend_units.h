@@ -152,7 +152,7 @@ struct UnitHead {
   }
 
   float* exps(int64_t q, const Block& block) const {
-    return mass.exps + (on.first + q) * mass.padded + block.slot;
+    return mass.exps + (on.first + q) * mass.padded + mass.place(block.slot);
   }
 
   // Raises the references of queries from `q` on to a block's logits, and rescales sums.
@@ -192,7 +192,7 @@ struct UnitHead {
       float* sums = on.sums + (q + k) * W;
       store(exps(q + k, block), e);
       store(sums, load(sums) + e);
-      mass.relative[full * mass.blocks + block.slot / W] = most;
+      mass.relative[full * mass.blocks + mass.place(block.slot) / W] = most;
     }
   }
 

@@ -21,16 +21,17 @@ void attend_heads(const Request<T>& request, const Mass& mass, int64_t begin, in
 template <bool Plain, class T>
 void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   static thread_local Scratch scratch;
-  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, false};
+  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, false, false};
   int64_t bytes = 0;
   for (int64_t b = 0; b < batch.count; b++) {
     const Step step{batch.steps + b * STEP_COLUMNS};
     const int64_t slots = step[STREAM] < 0 ? 0 : step[OLD_SLOTS];
     shape.slots = std::max(shape.slots, slots);
+    shape.scored |= layer.uses_scores && step.weight() != 0;
     bytes += slots * layer.num_heads * layer.row_bytes();
   }
   shape.prefetch = bytes > from_memory;
-  shape.padded = round_up(shape.slots, TILE);
+  shape.padded = shape.scored ? round_up(shape.slots, TILE) : TILE;
   shape.blocks = round_up(shape.padded / W, W);
   const int threads = omp_get_max_threads();
   const int64_t floats = shape.mass_floats();

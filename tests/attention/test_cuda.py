@@ -9,7 +9,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,6 +37,7 @@ from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentB
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.mail import DeviceTables
+from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
@@ -46,10 +47,15 @@ from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS
 from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.policies import remembered
 from vllm_cascade.policies.per_request import PerRequest
-from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.rules import Insertions, Rule
 from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.policies.simulate import simulate
 from vllm_cascade.step.builder import step_of
+from vllm_cascade.step.plan import describe
 from vllm_cascade.step.requests import RunnerV2Requests
+from vllm_cascade.step.rows import RequestTokens
 
 pytestmark = pytest.mark.usefixtures("triton")
 
@@ -65,7 +71,12 @@ RULES: dict[str, dict[str, Any]] = {
     "beehive": {"name": "beehive", "budget": 20, "window": 4, "stride": 3, "threshold": 13},
     "cascade-overflow": {**CASCADE, "overflow": 3},
     "h2o-overflow": {"name": "h2o", "budget": 14, "overflow": 2, "normalise": True},
-}
+    # Most tokens are cached only late in the first period.
+    "beehive-new": {"name": "beehive", "budget": 64, "window": 20, "stride": 5, "threshold": 30,
+                    "threshold_counts": "new"},
+    "lazy-cascade-overflow": {"name": "cascade", "budget": 48, "num_subcaches": 3, "overflow": 5,
+                              "eager_fill": False},
+}  # fmt: skip
 NO_RULES: dict[str, dict[str, Any]] = {
     "clusters": {"name": "dgc", "budget": 12, "importance": "cluster"},
     "out-of-order": {"name": "dgc", "budget": 12, "order": "importance"},
@@ -131,6 +142,25 @@ def test_decode_rows_in_units() -> None:
         assert row == [t, cached, old, 4 * min(units, 5) + 4, t, 1, *rules], t
     cached = [row[columns.CACHED] for row in rows]
     assert layer.builder.positions.buffer[:100].tolist() == cached
+
+
+def test_recalled_units_count_among_cached_tokens() -> None:
+    """Factors of logits count all that a query sees, as in a step that the host plans."""
+    settings = {"name": "beehive", "budget": 40, "unit": 4, "recall": 2, "prefill_stride": 4}
+    layer = PagedLayer(Shape(), {**settings, "log_n": True, "log_n_counts": "cached"}, 3)
+    t, ones = np.arange(100, 140), np.ones(40, dtype=np.int64)
+    table = torch.ones(40, 5, dtype=torch.int32)
+    decode = layer.builder.build(0, common((t + 1).tolist(), table)).waves[0].decode
+    schedule = layer.spec.schedule
+    assert (schedule.recalled(t) == 2).all()
+    seen = schedule.counts(t) + 2 * 4 + 1
+    expected = torch.from_numpy(np.log(seen) / np.log(512)).float()
+    torch.testing.assert_close(decode.logit_scale, expected)
+    tokens = RequestTokens([schedule] * 40, t, ones, np.arange(40), ones < 1)
+    planned = describe(tokens, 4, lambda _: 0)
+    assert decode.logit_scale.tolist() == planned.logit_scale.tolist()
+    evicted = t + 1 - schedule.counts(t + 1) - (t - schedule.counts(t))
+    assert layer.builder.counters.evicted_tokens == evicted.sum() > 0
 
 
 @pytest.mark.parametrize("name", [*RULES, *NO_RULES])
@@ -299,6 +329,43 @@ def test_padded_rows_beside_real_ones() -> None:
         assert (output[2:] == 0).all()
     assert torch.equal(layer.pool[0], null)
     assert layer.builder.counters.evicted_tokens == 2 * (30 - layer.spec.schedule.count_at(30))
+
+
+class Comb(Policy):
+    """Every second of the tokens behind the sinks stays, and no score decides."""
+
+    name: ClassVar[str] = "comb"
+    paper: ClassVar[str] = "none"
+    cell: int = -2
+
+    def insertions(self) -> Insertions:
+        size, half = self.base_capacity, self.budget // 2
+        rule = Rule(self.num_sinks, size, half, self.cell)
+        return Insertions([()] * size + [(rule,)] + [()] * (half - 1), half)
+
+    def regions(self, t: int, count: int) -> list[str]:
+        return ["comb"] * count
+
+
+@pytest.mark.parametrize("cell", [-2, 2])
+@pytest.mark.parametrize("asked", [False, True])
+def test_cells_of_score_free_policies(
+    cell: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy of another package: the engine's own, or one that a request asks for."""
+    monkeypatch.setitem(POLICIES, "comb", Comb)
+    settings = {"name": "comb", "budget": 12, "num_sinks": 2, "prefill_stride": 4, "cell": cell}
+    policy = resolve(settings)
+    layer = PagedLayer(Shape(), RULES["sink"] if asked else settings, 3)
+    if asked:
+        layer.builder.requests.schedules = lambda common: [compiled(policy)]
+    table, same = torch.tensor([[1, 2]], dtype=torch.int32), lambda x, _: x
+    for step in simulate(policy, 60):
+        rows = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
+        layer.step([1], [step.t - 1], [False], table, *rows, same)
+        slots = compiled(policy).peak_at(step.t)
+        assert kept_tokens(layer.pages, table[0].long(), slots, step.t) == [step.kept], step.t
+    assert len(step.kept) < 14 and layer.builder.counters.evicted_tokens == 60 - len(step.kept)
 
 
 MIXED = [

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -146,6 +147,22 @@ def test_any_shape_in_units(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(paths.SWITCH, "native")
         run_mixed_requests("native", shape, chosen, prompts, totals, unit, tolerance=2e-4)
+
+
+def test_probabilities_are_kept_for_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 64 heads over 2**17 slots take 32 MiB, in single slots and in whole units."""
+    monkeypatch.setenv(paths.SWITCH, "native")
+    shape = Shape(num_kv_heads=1, group=64)
+    grown = []
+    for name, unit in (("sink", 1), ("sink", 16), ("h2o", 1)):
+        settings = {"name": name, "budget": 1 << 17, "num_sinks": 16, "unit": unit}
+        layer = PagedLayer(shape, {**settings, "prefill_stride": 16}, (1 << 13) + 3)
+        table = torch.arange(1, (1 << 13) + 3, dtype=torch.int32)[None]
+        query, key = torch.randn(1, 64, 16), torch.randn(1, 1, 16)
+        before = psutil.Process().memory_info().rss
+        layer.step([1], [200_003], [False], table, query, key, key, lambda x, _: x)
+        grown.append((psutil.Process().memory_info().rss - before) / 2**20)
+    assert max(grown[:2]) < 16 and grown[2] > 32, grown
 
 
 @pytest.mark.parametrize("head_size", [16, 64, 80, 96, 128])

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.v1.worker.block_table import get_block_table_width
 
 from tests.attention.conftest import use_triton
-from tests.attention.test_cuda import common
+from tests.attention.test_cuda import Comb, common
 from tests.attention.test_launches import counted
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_recall import new, output
@@ -26,7 +26,7 @@ from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.workspace import Workspace, size_of, workspace_of
 from vllm_cascade.kernels import rotation_table
 from vllm_cascade.kernels.columns import RECALL_COLUMNS, STEP_COLUMNS
-from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import step_of
 from vllm_cascade.step.recall import unit_shape
@@ -91,18 +91,22 @@ def test_chunks_fit(strides: int, gathered: int, data: st.DataObject) -> None:
         assert size_of(workspace.chunk_shapes(rows, query, HEADS, cached, None)) <= size_of(worst)
 
 
+@pytest.mark.parametrize("name", ["cascade", "comb"])
 @pytest.mark.parametrize("requests", [1, 3, 12, 40])
-def test_single_tokens_fit(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_tokens_fit(name: str, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's cached tokens are attended in more parts where fewer rows decode."""
+    monkeypatch.setitem(POLICIES, "comb", Comb)
+    policy = resolve({"name": name, "budget": 32, "prefill_stride": 8, "recall": 0})
     layer, _ = layer_of(CASCADE | {"recall": 0}, monkeypatch, requests, rings=1)
     monkeypatch.setattr(layers, "attend_splits", splits_of)
     monkeypatch.setattr(workspace, "MOST_GATHERED", 1)  # strides take little
     query, heads = torch.empty(1, HEADS * GROUP, SIZE), HEADS * GROUP
     layer.impl._config = None  # one rank
-    most, _ = layer.impl._worst(layer.policy, limits(8, requests), query, 48)
+    most, _ = layer.impl._worst(policy, limits(8, requests), query, 480)
     for rows in range(1, requests + 1):
         splits = splits_of(CPU, rows, 0, 0)
         needed = workspace.worst_singles(rows, heads, splits, SIZE, 0, 1)
+        needed["cells"] = (rows, 1, 480), torch.float32
         assert size_of(needed) <= most
 
 

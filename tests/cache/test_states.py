@@ -45,15 +45,16 @@ def specs(kinds: str, run: Policy, **changed: Any) -> dict[str, KVCacheSpec]:
     return beside_states(found, states, run, BLOCK)
 
 
-@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("unit", [1, 4, 16])
 def test_all_pages_have_the_same_bytes(unit: int) -> None:
     """The slots of a page grow until it holds a state; the block size stays."""
-    made = specs("rarr", policy(unit=unit, budget=64, num_sinks=4))
+    made = specs("rarr", policy(unit=unit, budget=64, num_sinks=max(unit, 4)))
     tokens, recurrent = made["layers.1"], made["layers.0"]
-    page = BLOCK * TOKEN + BLOCK // unit * 12
-    factor = -(-(240 + 8192) // page)
-    assert tokens.page_slots == factor * BLOCK and tokens.page_size_bytes == factor * page
-    assert isinstance(recurrent, StateSpec) and recurrent.page_size_bytes == factor * page
+    block = BLOCK * TOKEN + BLOCK // unit * 12
+    factor = -(-(240 + 8192) // block)
+    page = -(-factor * block // 64) * 64  # rounded up once, not for each block
+    assert tokens.page_slots == factor * BLOCK and tokens.page_size_bytes == page
+    assert isinstance(recurrent, StateSpec) and recurrent.page_size_bytes == page
     assert {spec.block_size for spec in made.values()} == {BLOCK}
     assert recurrent.max_num_blocks_per_req(CONFIG, 10**6) == 1
 

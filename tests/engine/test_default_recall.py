@@ -157,6 +157,23 @@ def test_a_host_without_the_memory(
     assert "requests that fill it would run out of memory" in warnings.text
 
 
+@pytest.mark.parametrize("given", [{}, {"recall": 8}, {"recall_memory": 1.0}])
+def test_requests_shorter_than_a_unit(given: dict[str, float]) -> None:
+    """They evict nothing. The bound is still a size, and fits any number of them."""
+    config = EngineArgs(
+        model=str(MODEL),
+        max_model_len=RECALL_UNIT - 1,
+        block_size=32,
+        additional_config={"kv_policy": {"name": "sink", **given}},
+    ).create_engine_config()
+    policy = policy_of(config.additional_config)
+    assert policy is not None and policy.recall == 8 and policy.recall_memory > 0
+    shape, _ = recall_memory._shape_of_config(config, policy)
+    memory = recall_memory.open_memory(shape, policy, config)
+    recall_memory.log_memory(memory, policy, config)
+    assert memory.need(compiled(policy), RECALL_UNIT - 1) == 0 < memory.capacity
+
+
 def test_a_pool_and_sessions_leave_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evicted units come later than the pool, and would end the server without memory."""
     monkeypatch.setattr(recall_memory, "available_bytes", lambda: 8 << 30)

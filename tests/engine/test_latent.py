@@ -8,12 +8,17 @@ and the engine one latent row for all. Other models of this kind are in ``test_f
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.stored_rows import StoredRows
@@ -35,6 +40,9 @@ from tests.engine.test_recall_families import compare as compare_recall
 from tests.oracle.families import run_family, write_family
 from tests.oracle.full_attention import LATENT, OWN_MODULES
 from tests.oracle.quantised import Quantiser
+from vllm_cascade.attention.cpu.backend import CPULatentBackend
+from vllm_cascade.cache.quantised import CODES
+from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
 
 __all__ = ["experts_in_one_group"]  # a fixture
 V2, V3 = OWN_MODULES["deepseek-v2"], OWN_MODULES["deepseek-v3"]
@@ -128,6 +136,20 @@ def test_rows_in_8_bits(
     page = -(-(32 * row + units * 16) // 64) * 64
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     assert blocks == (64 << 20) // (2 * page)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", *CODES])
+def test_the_backend_decides_about_cache_types(cache_dtype: str) -> None:
+    """vLLM 0.33 refuses 8 bits for these models by itself: it does so again for later engines."""
+    worker = object.__new__(CPUKVPolicyWorker)
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
+    asked = AttentionSelectorConfig(48, torch.bfloat16, cache_dtype, 32, use_mla=True)
+    before = CpuPlatform.get_attn_backend_cls
+    with worker._our_backend():
+        found = CpuPlatform.get_attn_backend_cls(None, attn_selector_config=asked, num_heads=4)
+        assert AttentionBackendEnum.CPU_MLA.get_class() is CPULatentBackend
+        assert found == AttentionBackendEnum.CPU_MLA.get_path()
+    assert CpuPlatform.get_attn_backend_cls == before
 
 
 @pytest.mark.slow

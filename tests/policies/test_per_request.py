@@ -5,7 +5,6 @@ How the front-end refuses: ``tests/engine/test_admission.py``; pages and snapsho
 ``tests/cache/test_own_policies.py``.
 """
 
-import gc
 import weakref
 from typing import Any, ClassVar, Literal
 
@@ -67,6 +66,7 @@ def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(requests._known) <= 5
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_their_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each length of a short prompt has a table, which may be long; one in use stays the same."""
     monkeypatch.setattr(schedule, "_remembered", remembered.Remembered())
@@ -83,7 +83,6 @@ def test_their_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     del first
     for length in range(2, 10):
         requests.schedule(None, length)
-    gc.collect()
     assert gone() is None, "its memory is free"
     monkeypatch.setattr(remembered, "MAX_ROWS", 1)
     own = requests.schedule(None, 50)

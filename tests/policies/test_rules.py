@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.oracle.settings import make_sim
 from tests.policies.cases import literal_scores, raw_settings
 from tests.policies.literal import apply, rules_of
-from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.registry import POLICIES, may_have_cells, resolve
 from vllm_cascade.policies.rules import Rule, Rules
 from vllm_cascade.policies.schedule import Schedule, Table, compiled
 
@@ -42,6 +42,7 @@ def test_rules_keep_what_the_simulation_keeps(name: str, data: st.DataObject) ->
         if policy.overflow == 1 or policy.batches_itself:
             first = len(own.rules) - own.period
             assert rules == list(own.rules[t if t < first else first + (t - first) % own.period])
+        assert may_have_cells(policy) or not any(rule.cell for rule in rules)
         for rule in rules:
             line = apply(rule, line, values, policy.tie == "incoming")
         sim.insert(t, lambda i, values=values: values[i])

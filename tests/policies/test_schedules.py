@@ -2,7 +2,6 @@
 """Every policy, with and without ``overflow``, against its simulation: kept tokens and counts."""
 
 import copy
-import gc
 import pickle
 import re
 import subprocess
@@ -165,6 +164,22 @@ def test_tables(name: str, data: st.DataObject) -> None:
     firsts = int((np.diff(schedule.first) > 0).sum())
     assert schedule.further.shape == (len(schedule.rules) - firsts, 4)
     assert schedule.further.dtype == np.dtype("i4")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_peaks_do_not_rise_in_the_rows_that_repeat(name: str, data: st.DataObject) -> None:
+    """Devices read one row for all tokens a period apart. A kept prompt only shifts the rows."""
+    raw = data.draw(st.one_of(raw_settings(name), raw_unit_settings(name)))
+    unit = raw.get("unit", 1)
+    raw["recall"] = data.draw(st.integers(0, 12)) if unit > 1 else 0
+    kept = unit * data.draw(st.integers(5, 40))
+    schedule = compiled(resolve(raw))
+    repeating = schedule.peak[schedule.transient :]
+    assert len(repeating) == schedule.period and (repeating == schedule.count.max()).all()
+    longer = compiled(resolve({**raw, "keep_prompt": kept}))
+    assert len(longer.further) == len(schedule.further) and longer.period == schedule.period
 
 
 # --------------------------------------------------------------------- units of several tokens
@@ -357,20 +372,21 @@ def test_a_schedule_is_compiled_once(name: str) -> None:
     assert schedule.policy == policy and schedule.scoring == policy.scoring
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_a_schedule_that_is_forgotten_leaves_nothing() -> None:
     """Neither its settings nor its scoring stay, since clients choose both."""
     schedules._remembered.clear()
-    gc.collect()
     before = len(schedules._arithmetics)
     made = compiled(resolve({"name": "cascade", "budget": 1536, "keep_prompt": 5}))
     assert len(schedules._arithmetics) == before + 1, "a decay of its own"
     gone = [weakref.ref(one) for one in (made, made.policy, made.history(1).policy)]
+    assert made.plan(2000, 3) is made.plan(2000, 3) is not None, "plans are kept"
     del made
     schedules._remembered.clear()
-    gc.collect()
     assert [one() for one in gone] == [None] * 3 and len(schedules._arithmetics) <= before
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("t", [1, 90])
 def test_a_schedule_that_is_compiled_again_has_the_same_history(t: int) -> None:
     """So what is kept under it is found again."""
@@ -378,7 +394,6 @@ def test_a_schedule_that_is_compiled_again_has_the_same_history(t: int) -> None:
     first = weakref.ref(compiled(policy))
     kept = {compiled(policy).history(t): "pages"}
     schedules._remembered.clear()
-    gc.collect()
     assert first() is None and kept[compiled(policy).history(t)] == "pages"
     other = resolve({"name": "lazy", "budget": 61, "keep_prompt": 10})
     assert compiled(other).history(t) not in kept

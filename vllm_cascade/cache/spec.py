@@ -117,9 +117,7 @@ class KVPolicySpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        units = self.num_sets * (self.page_slots // self.policy.unit)
-        own = self.row_bytes + units * self.num_words * WORD_BYTES
-        aligned = cdiv(own, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        aligned = cdiv(self.own_bytes, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
         object.__setattr__(self, "page_size_padded", max(aligned, self.least_page_bytes))
 
     @classmethod
@@ -201,6 +199,12 @@ class KVPolicySpec(AttentionSpec):
     def row_bytes(self) -> int:
         """Bytes per page of keys, values and row scales, as in vLLM without a policy."""
         return self.unpadded_page_size_bytes + self.scale_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes per page before it is rounded up, in proportion to ``page_slots``."""
+        units = self.num_sets * (self.page_slots // self.policy.unit)
+        return self.row_bytes + units * self.num_words * WORD_BYTES
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def beside_states(
         )
     own = {name: _own(spec, block_size) for name, spec in states.items()}
     largest = max(spec.page_size_bytes for spec in own.values())
-    slots = block_size * max(cdiv(largest, spec.page_size_bytes) for spec in bounded.values())
+    slots = block_size * max(cdiv(largest, spec.own_bytes) for spec in bounded.values())
     grown = [(name, replace(spec, slots=slots)) for name, spec in bounded.items()]
     page = max(spec.page_size_bytes for _, spec in grown)
     padded = [(name, replace(spec, least_page_bytes=page)) for name, spec in grown]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU worker with a policy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput
@@ -14,7 +16,7 @@ from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.log import logger
 from vllm_cascade.models.rotary import rotate_latent_keys_natively
-from vllm_cascade.patches import rejection_sampler
+from vllm_cascade.patches import latent_cache_types, rejection_sampler
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.memory import GIB
 from vllm_cascade.step.drafts import most_drafts
@@ -24,6 +26,11 @@ class CPUKVPolicyWorker(DraftingWorker, CPUWorker):
     """Worker on the CPU, whose platform has one attention backend; ours takes its name."""
 
     device_entry = DEVICES["cpu"]
+
+    @contextmanager
+    def _our_backend(self) -> Iterator[None]:
+        with super()._our_backend(), latent_cache_types.left_to_backend():
+            yield
 
     def load_model(self, **kwargs: Any) -> None:
         if most_drafts(self.vllm_config):

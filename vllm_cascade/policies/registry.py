@@ -266,6 +266,16 @@ def _check_fit(
         )
 
 
+def may_have_cells(policy: Policy) -> bool:
+    """Whether rules of an engine's policy, or of one that a request may choose, may have cells.
+
+    Of the built-in policies only ``beehive`` has cells. It needs scores by attention, and a request
+    can choose it only where the engine's policy has them, too.
+    """
+    built_in = set(_built_in().values())
+    return policy.uses_attention or not built_in.issuperset({type(policy), *POLICIES.values()})
+
+
 def check_batches(policy: Policy) -> None:
     """Check how many rows the table of rules has if ``overflow`` evicts in batches.
 

@@ -20,7 +20,7 @@ The schedule adds three features to every policy:
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -166,7 +166,7 @@ class Schedule:
         steps = self._base if self._batch == 1 else self._batched()
         self._recall = policy.recall
         self.keeps_newest = self._first_tokens()
-        steps = self._until_recalled(steps)
+        steps = self._until_steady(steps)
         self._steps = steps
         self.transient, self.period, self.count = steps.transient, steps.period, steps.count
         self.num_rows = sum(len(one.rules) for one in {steps, self._base})
@@ -184,7 +184,8 @@ class Schedule:
         self.score_columns = np.asarray([*ways, *bits.view(np.int32)], dtype=np.int32)
         one = np.ones(1, dtype=np.int64)
         self.scales_logits = policy.logit_scale(one, one) is not None
-        self._plans = lru_cache(maxsize=MAX_PLANS)(self._make_plan)
+        # Without a reference to the schedule, so that it is freed at once where it is forgotten.
+        self._plans = lru_cache(maxsize=MAX_PLANS)(partial(_make_plan, self._base))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return compiled, (self.policy,)
@@ -209,16 +210,20 @@ class Schedule:
                 rules[t] = tuple(rule for u in tokens for rule in base.rules[base.row(u)])
         return Table(rules, length - transient)
 
-    def _until_recalled(self, steps: Table) -> Table:
-        """Extend the transient until ``recall`` units have been evicted."""
-        rows = len(steps.rules)
-        evicted = np.arange(1, rows + 1) - steps.count
-        missing = self._recall - int(evicted[steps.transient - 1]) if steps.transient else 0
-        missing = missing if steps.transient else self._recall
-        if missing <= 0:
+    def _until_steady(self, steps: Table) -> Table:
+        """Extend the transient until ``recall`` units are evicted and ``peak`` no longer rises.
+
+        One period reaches the peak, and evicts as many units as it adds.
+        """
+        rows, transient = len(steps.rules), steps.transient
+        missing = self._recall
+        if transient:
+            missing -= transient - int(steps.count[transient - 1])
+        rises = steps.count[: transient + 1].max() < steps.count.max()
+        periods = max(-(-missing // steps.period), int(rises))
+        if periods <= 0:
             return steps
-        more = -(-missing // steps.period) * steps.period  # a period evicts as many as it adds
-        rules = [steps.rules[steps.row(i)] for i in range(rows + more)]
+        rules = [steps.rules[steps.row(i)] for i in range(rows + periods * steps.period)]
         return Table(rules, steps.period)
 
     def _evicted(self, units: np.ndarray) -> np.ndarray:
@@ -391,12 +396,6 @@ class Schedule:
         cached = int(self._base.counts(np.asarray(begin)))
         return self._plans(self._base.row(begin), cached, end - begin)
 
-    def _make_plan(self, row: int, cached: int, num_units: int) -> "Plan":
-        from vllm_cascade.policies.execute import make_plan
-
-        base = self._base
-        return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_units)])
-
     def survivors(self, values: "torch.Tensor", plan: "Plan | None") -> "torch.Tensor":
         """Select the units that stay after a stride.
 
@@ -413,6 +412,12 @@ class Schedule:
         if plan is None:
             plan = Plan(0)
         return survivors(values, plan, self.scoring.newest_stays)
+
+
+def _make_plan(base: Table, row: int, cached: int, num_units: int) -> "Plan":
+    from vllm_cascade.policies.execute import make_plan
+
+    return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_units)])
 
 
 def compared(

@@ -131,10 +131,13 @@ class RecallMemory:
         return -(-self._most_tokens // self._schedule.unit) + 1 + most_at_once
 
     def most_need(self, most_tokens: int) -> int:
-        """``need`` of any request of at most ``most_tokens`` tokens, whatever policy it sets."""
+        """``need`` of any request of at most ``most_tokens`` tokens, whatever policy it sets.
+
+        It is at least 1, so that memory has a size if no request is as long as a unit.
+        """
         policy = self._schedule.policy
         steps = self._step_units(policy.capacity // policy.unit)
-        return most_chunks(most_tokens // policy.unit, self._most_units, steps)
+        return max(most_chunks(most_tokens // policy.unit, self._most_units, steps), 1)
 
     @property
     def largest_store(self) -> int:

@@ -271,7 +271,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             counters.strides += len(rows)
             counters.evicted_tokens += int((cached + 1 - schedule.counts(t + 1)).sum())
             if schedule.scales_logits:
-                scale[rows] = schedule.policy.logit_scale(t, cached + 1)
+                seen = schedule.positions(t) + 1  # with recalled tokens
+                scale[rows] = schedule.policy.logit_scale(t, seen)
         if self.schedule.scales_logits:
             self.scale[wave, : len(scale)].copy_(self._sent(scale), non_blocking=True)
 

@@ -71,7 +71,7 @@ from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
 from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.registry import may_have_cells, policy_of
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.drafts import ModelDrafts, most_drafts
 from vllm_cascade.step.inputs import Stride, Undone
@@ -148,13 +148,14 @@ class TritonKVPolicyImpl(SharingImpl):
         size = self.latent or self.head_size
         sets = kv_heads if policy.head_policy == "per_kv_head" else 1
         scored = slots if policy.uses_attention else 0
+        cells = slots if may_have_cells(policy) else 0
         ranks = 1 if self._config is None else self._config.parallel_config.tensor_parallel_size
         # A row's parts are a power of two, so fewer rows can have more parts in all.
         parts = max(
             rows * attend_splits(query.device, rows, self._decode_programs, slots)
             for rows in range(1, num + 1)
         )
-        singles = worst_singles(num, heads, -(-parts // num), size, scored, sets, ranks)
+        singles = worst_singles(num, heads, -(-parts // num), size, scored, sets, cells, ranks)
         strides = limits.max_num_batched_tokens // policy.prefill_stride + num
         chunks = worst_chunks(strides, query, kv_heads, slots, self.latent)
         recalled = worst_recall(policy, num, heads, sets, self.head_size)

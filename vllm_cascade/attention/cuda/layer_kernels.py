@@ -27,6 +27,7 @@ from vllm_cascade.kernels.triton.merge import Merge, ScoredMerge
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.scores import HeadMasses, MassScores
 from vllm_cascade.kernels.triton.stored import Codes
+from vllm_cascade.policies.registry import may_have_cells
 
 
 class SingleKernels(NamedTuple):
@@ -116,6 +117,7 @@ def _single_kernels(
     """``together``: whether tensor-parallel ranks share the heads of a set."""
     reduction, scores = spec.policy.head_reduction, spec.policy.uses_attention
     where = cached.num_queries, cached.value_size, sinks
+    has_cells = spec.window is None and may_have_cells(spec.policy)
     merge: Merge | ScoredMerge = (plain := Merge(*where))
     rank_scores = None
     if scores and not together:
@@ -133,8 +135,7 @@ def _single_kernels(
         plain_merge=plain,
         assignment=Assignment(pages.rank, pages.score, pages.unit, salts),
         versions=versions,
-        # Only policies with attention scores have rules of cells; a request may choose one.
-        insertion=Insertion(cached, has_cells=scores, saved=saved),
+        insertion=Insertion(cached, has_cells, saved),
         rank_scores=rank_scores,
         num_sets=cached.num_sets,
     )

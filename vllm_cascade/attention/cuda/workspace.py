@@ -201,12 +201,14 @@ def worst_singles(
     value_size: int,
     slots: int,
     num_sets: int,
+    cells: int = 0,
     num_ranks: int = 1,
 ) -> Shapes:
     """Shapes of what the kernels of so many single tokens leave each other (``Singles``).
 
     Args:
         slots: of a request; 0 where attention computes no scores.
+        cells: slots of a request; 0 where no rules have cells.
         num_ranks: tensor-parallel ranks, which put masses together.
     """
     shapes: dict[str, tuple[int, ...]] = {
@@ -215,7 +217,7 @@ def worst_singles(
         "lse": (num_rows, num_queries),
         "logits": (num_rows, num_queries, slots),
         "own": (num_rows, num_queries),
-        "cells": (num_rows, num_sets, max(slots, 1)),
+        "cells": (num_rows, num_sets, max(cells, 1)),
         "new_score": (num_rows, num_sets),
     }
     if num_ranks > 1 and slots:
