@@ -31,6 +31,8 @@ from .tiles import (
     stride_of,
 )
 
+TINY = tl.constexpr(1e-30)
+
 
 @triton.jit
 def first_seen(position, window, CHUNKED: tl.constexpr):
@@ -119,6 +121,7 @@ def stride_queries(
     factor = tl.zeros(real.shape, tl.float32) + scale
     if logit_scale is not None:
         factor *= tl.load(logit_scale + first + index, mask=real, other=1.0)
+        factor = tl.maximum(factor, TINY)  # it may be 0, and -inf times 0 is NaN
     return query + first * query_stride + head * HEAD + index * query_stride, factor
 
 

@@ -40,7 +40,7 @@ def empty_softmax(ROWS: tl.constexpr, HEAD: tl.constexpr):
 def online_softmax(top, total, acc, logits, factor, values):
     """Add a tile of logits ``[m, n]`` and values ``[n, d]``. Absent keys have logit -inf.
 
-    ``factor``: ``[m]``, positive, turns the logits into base-2 logarithms, of which ``top`` is one.
+    ``factor``: ``[m]``, above 0, turns the logits into base-2 logarithms, of which ``top`` is one.
     """
     highest = tl.maximum(top, tl.max(logits, axis=1) * factor)
     shift = tl.where(highest == float("-inf"), 0.0, highest)  # no key so far

@@ -52,6 +52,8 @@ class StrideBatch:
         self.factors = torch.ones(num_tokens)
         if case.logit_scale:
             self.factors = torch.rand(num_tokens) + 0.5
+            starts = self.steps[real_rows(case), columns.START].long()
+            self.factors[starts] = 0.0  # as the logarithm of one token is
         self.ours = self.cache.to(device)
         self._steps, query, key, value = on(device, self.steps, self.query, self.key, self.value)
         slopes, self._sinks = on(device, case.slopes, case.sink_logits)

@@ -42,7 +42,7 @@ from vllm_cascade.attention.selfcheck_kept import (
     same_units,
 )
 from vllm_cascade.attention.selfcheck_layer import LayerShape, Reference, Rows, Side, Step
-from vllm_cascade.attention.selfcheck_stores import closest, judged
+from vllm_cascade.attention.selfcheck_stores import Selection, closest, judged
 from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -174,7 +174,7 @@ class Check:
         self._generator, self.drafts = torch.Generator().manual_seed(0), drafts
         self._before, self._values = self.ours.pool, torch.empty(0)
         self.close_calls = 0
-        self._judged: dict[int, tuple[int, torch.Tensor]] = {}  # what the step's requests select
+        self._judged: dict[int, Selection] = {}  # what the step's requests select
         for side in (self.ours, self.plain):
             if drafts:
                 side.impl.keep_drafts(2)
@@ -304,7 +304,7 @@ class Check:
         bounds = {"kept tokens": 0.0, "rows": tolerance + self._step}
         if self.recalls:
             if found:
-                error = max(error_of(found[i], self._judged[i][1]) for i in found)
+                error = max(error_of(found[i], self._judged[i].evidence) for i in found)
                 yield self._row(step, "evidence", error, EVIDENCE)
             calls, pages = self.close_calls, dict(self._pages(step))
             yield self._row(step, "recalled and kept tokens", pages["kept tokens"], 0)

@@ -202,15 +202,28 @@ def opened(stores: UnitStores, first_pages: Sequence[int], recall: Any) -> LogUn
     return LogUnits(stores, first_pages)
 
 
+class Selection(NamedTuple):
+    """What a request selects from.
+
+    Attributes:
+        now: units that are selected.
+        evidence: of all units, fp32 ``[S, n]``.
+        worth: the evidence, of which a part is handed on to the next unit.
+    """
+
+    now: int
+    evidence: torch.Tensor
+    worth: torch.Tensor
+
+
 def judged(
     units: LogUnits,
     recall: LayerRecall,
     metadata: CPUMetadata,
     query: torch.Tensor,
     most_queries: int,
-) -> dict[int, tuple[int, torch.Tensor]]:
-    """What a step selects from: of each request, how many units, and the evidence of all, fp32
-    ``[S, n]``. Requests that take all units or select none are left out.
+) -> dict[int, Selection]:
+    """What each request of a step selects from; those that take all units or none are left out.
 
     Args:
         metadata: of a step in which only the first stride of a request may select; before it runs.
@@ -233,19 +246,20 @@ def judged(
         plain = evidence.unrotated(layer, query[tokens], at) * layer.scale
         sinks = evidence.to_sinks(layer, query[tokens], recall.sink_keys(pages, plan.sinks))
         asked = evidence.asked(layer, 0, plan.candidates, plain, sinks)
-        worth = evidence.with_next(0, plan.candidates, evidence.over_heads(layer, asked).numpy())
-        found[units.request_of(plan.log)] = plan.now, torch.from_numpy(worth)
+        over_heads = evidence.over_heads(layer, asked)
+        worth = evidence.with_next(0, plan.candidates, over_heads.numpy())
+        found[units.request_of(plan.log)] = Selection(plan.now, over_heads, torch.from_numpy(worth))
     return found
 
 
-def closest(selections: Iterable[tuple[int, torch.Tensor]]) -> float:
+def closest(selections: Iterable[Selection]) -> float:
     """Least difference, relative, between the last unit that is selected and the next one.
 
     Rounding may decide between units that are closer. Infinite where nothing is selected.
     """
     least = float("inf")
-    for now, found in selections:
-        order = found.sort(dim=-1, descending=True).values
+    for now, _, worth in selections:
+        order = worth.sort(dim=-1, descending=True).values
         last, following = order[:, now - 1], order[:, now]
         least = min(least, float(((last - following) / last).min()))
     return least
