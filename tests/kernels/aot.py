@@ -341,7 +341,6 @@ DRAFT_SHAPES = (
 """Rows with drafts: few and many, heads that share their tokens and that do not, units."""
 TABLED_RECALL = (
     Shape(unit=16, recall=8),
-    Shape(unit=16, recall=8, per_head=True),
     Shape(unit=16, recall=8, head_size=64),
     Shape(unit=16, recall=8, head_size=256),
     replace(LATENT, unit=16, recall=8),
