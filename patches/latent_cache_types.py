@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``CpuPlatform.get_attn_backend_cls``, which selects the attention backend on a CPU.
 
-What: while the layers of a model with a policy are built, ``--kv-cache-dtype`` does not decide
-about multi-head latent attention. The CPU worker with a policy applies it.
+What: while a policy's model is built, vLLM's check of ``--kv-cache-dtype`` is skipped for
+multi-head latent attention. For other models vLLM already asks the backend. The CPU worker with a
+policy applies it.
 Why: from 0.33 on vLLM refuses 8-bit types for these models before it looks up the backend, which
-is ours and reads them. Other models' types are asked of the backend.
+is ours and reads them.
 Removed when: vLLM asks the backend for latent attention, too.
 """
 

@@ -29,6 +29,7 @@ COMPILE = {
     "vllm_cascade/engine/recall_memory.py": "the bound of host memory, at start",
     "vllm_cascade/engine/trace_page.py": "a page's regions, after the engine has run",
     "vllm_cascade/policies/per_request.py": "a request's own, once for its values",
+    "vllm_cascade/policies/registry.py": "a check of settings whose table may be too long",
     "vllm_cascade/policies/schedule.py": "one without recall, once for each schedule with it",
     "vllm_cascade/policies/simulate.py": "a trace without an engine",
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -222,16 +223,33 @@ def test_alerts_join_what_one_server_says() -> None:
     assert all(join.startswith(" on (instance, engine) ") for join in joins)
 
 
-def test_a_pool_that_is_promised_is_full() -> None:
-    """Requests that decode without a limit hold few pages at first, and others wait."""
+@pytest.mark.parametrize(
+    ("pool", "pages", "promised", "running", "is_full"),
+    [
+        (40, 3, 36, 1, True),  # decodes without a limit and holds few pages at first
+        (40, 3, 24, 3, False),
+        (255, 7 * 30, 7 * 4, 7, True),  # 17 pages are free, a further request needs 34
+        (255, 6 * 30, 6 * 4, 6, False),
+        (255, 0, 0, 0, False),
+    ],
+)
+def test_a_pool_that_is_promised_is_full(
+    pool: int, pages: int, promised: int, running: int, is_full: bool
+) -> None:
+    """A further request waits where its pages are held by others, or promised to them."""
     rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
     (expr,) = [rule["expr"] for rule in rules if rule["alert"] == "KVPolicyNeedsMemory"]
     part = expr.partition("and on (instance, engine) ")[2].replace("on (instance, engine) ", "")
-    usage, promised, pages = 3 / 40, 36, 3
-    for name, now in (("cache_usage_perc", usage), ("policy_promised_pages", promised)):
-        part = part.replace(f"vllm:kv_{name}", str(now))
-    part = part.replace("vllm:kv_policy_pages", str(pages))
-    assert eval(part) and not eval(part.replace(str(promised), "34"))
+    values = {
+        "vllm:kv_cache_usage_perc": pages / pool,
+        "vllm:kv_policy_promised_pages": promised,
+        "vllm:kv_policy_pages": pages,
+        "vllm:num_requests_running": running,
+    }
+    for name, value in values.items():  # as in PromQL, division by zero is no error
+        part = part.replace(name, f"np.float64({value})")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        assert eval(part) == is_full
 
 
 def test_probes_of_the_manifest_are_answered(server: Server) -> None:

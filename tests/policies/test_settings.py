@@ -738,7 +738,7 @@ def test_tables_of_rules_are_bounded(changed: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("changed", "fits"),
     [
-        ({"name": "beehive", "budget": 8192, "overflow": 2039}, 2032),
+        ({"name": "beehive", "budget": 8192, "overflow": 2039}, 2016),
         ({"name": "cascade", "budget": 49152, "num_subcaches": 12, "overflow": 2039}, 2032),
         ({"name": "beehive", "budget": 8192, "unit": 4, "overflow": 8004}, 8000),
     ],
@@ -804,17 +804,40 @@ def test_a_requests_table_of_batches_is_bounded() -> None:
     assert requests.schedule({"kv_budget": 4000}).policy.budget == 4000
 
 
-@pytest.mark.parametrize("overflow", [6, 7, 64])
-@pytest.mark.parametrize("name", ["cascade", "beehive", "h2o"])
-def test_rows_of_batches(name: str, overflow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+ADDED_ROWS = [
+    {"name": "cascade", "budget": 16, "overflow": 5, "num_subcaches": 2, "eager_fill": False},
+    {"name": "sink", "budget": 320, "unit": 4, "overflow": 24, "recall": 20},
+    {"name": "cascade", "budget": 320, "unit": 4, "overflow": 28, "recall": 8},
+]
+"""Their tables have more periods: until peaks no longer rise, and until recall is full."""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *ADDED_ROWS,
+        *(
+            {"name": name, "budget": 320, "overflow": overflow}
+            for name in ("cascade", "beehive", "h2o")
+            for overflow in (6, 7, 64)
+        ),
+    ],
+    ids=lambda raw: f"{raw['name']}-{raw['overflow']}",
+)
+def test_rows_of_batches(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound counts as many rows as there are."""
-    raw = {"name": name, "budget": 320, "overflow": overflow, "recall": 0}
-    rows = len(Schedule(resolve(raw))._steps.rules)
+    is_longer = raw in ADDED_ROWS
+    raw = {"recall": 0, "prefill_stride": 16, **raw}
+    schedule = Schedule(resolve(raw))
+    rows = len(schedule.count)
+    assert (rows > len(schedule._batched().rules)) == is_longer
     monkeypatch.setattr(registry, "MOST_INSERTIONS", rows)
     resolve(raw)
     monkeypatch.setattr(registry, "MOST_INSERTIONS", rows - 1)
-    with pytest.raises(KVPolicyError, match=f"repeat only after {rows} units"):
+    with pytest.raises(KVPolicyError, match=f"repeat only after {rows} units") as refused:
         resolve(raw)
+    (named,) = re.findall(r"set it to (\d+)", str(refused.value))
+    resolve({**raw, "overflow": int(named)})
 
 
 @pytest.mark.parametrize("eager_fill", [True, False])

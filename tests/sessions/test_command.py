@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-cascade sessions``, also on a machine without vLLM."""
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,23 +18,30 @@ import torch
 from tests.conftest import ROOT
 from tests.sessions.test_files import pin
 from vllm_cascade.cli import main
+from vllm_cascade.sessions import command
 from vllm_cascade.sessions.files import FOREIGN, SUFFIX, file_name, write
+from vllm_cascade.sessions.folder import LOCK, Folder
 from vllm_cascade.sessions.session import Session
+
+
+def write_session(
+    folder: Path, num_tokens: int, rank: int = 0, world: int = 1, **more: str
+) -> Path:
+    """Write one rank's file of a session of ``num_tokens`` tokens; returns its path."""
+    one = Session("context", f"tokens{num_tokens}", num_tokens, 100)
+    header = {**dict.fromkeys(FOREIGN, "this"), **one.header, "model_name": "a-model", **more}
+    header["rank"] = f"{rank}of{world}"
+    path = folder / file_name(one.id, rank, world)
+    write(path, header, {"a": torch.zeros(1 << 20, dtype=torch.int8)})
+    return path
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for num in (5, 70000, 9):
-        one = Session("context", f"tokens{num}", num, 100)
-        header = {**dict.fromkeys(FOREIGN, "this"), **one.header, "model_name": "a-model"}
-        header["rank"] = "0of1"
-        write(
-            tmp_path / file_name(one.id, 0, 1),
-            header,
-            {"a": torch.zeros(1 << 20, dtype=torch.int8)},
-        )
+        path = write_session(tmp_path, num)
         if num == 70000:
-            pin(tmp_path, {"scope mine": one.id})
+            pin(tmp_path, {"scope mine": path.name.split(".")[0]})
     return tmp_path
 
 
@@ -74,6 +85,104 @@ def test_a_folder_of_another_user(action: str, capsys: pytest.CaptureFixture[str
         path.rmdir()
     out, err = capsys.readouterr()
     assert not out and f"Permission denied: '{path}'" in err
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_a_folder_that_cannot_be_entered(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sessions are listed but cannot be looked at, so they are not removed ones."""
+    path, user = Path(tempfile.mkdtemp()), os.geteuid()
+    files = [write_session(path, num) for num in (5, 9)]
+    try:
+        path.chmod(0o400)
+        os.chown(path, user or 65534, -1)
+        os.seteuid(user or 65534)  # root may enter all folders
+        if action == "verify":
+            with pytest.raises(SystemExit) as stopped:
+                main(["sessions", str(path), action])
+            assert stopped.value.code == 2
+        else:
+            main(["sessions", str(path), action])
+    finally:
+        os.seteuid(user)
+        path.chmod(0o700)
+        shutil.rmtree(path)
+    out, err = capsys.readouterr()
+    word = "damaged" if action == "verify" else "unusable"
+    assert all(f"{word}: {file.name}: [Errno 13]" in out for file in files)
+    assert "2 of the files" in err if action == "verify" else "; 2 unusable files" in out
+
+
+def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(os, "lstat", fail)
+    entries, bad = Folder(folder).entries()
+    monkeypatch.undo()
+    assert not entries and [one.reason for one in bad] == ["io"] * 3
+
+
+def during_verify(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call ``act`` before ``verify`` reads its first file."""
+    read = command.read
+
+    def during(*arguments: Any) -> Any:
+        monkeypatch.setattr(command, "read", read)
+        act()
+        return read(*arguments)
+
+    monkeypatch.setattr(command, "read", during)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_written", [True, False])
+def test_ranks_write_while_files_are_verified(
+    is_first: bool,
+    is_written: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 1 writes its file later than rank 0, its first one or a newer one. No damage so far."""
+    write_session(folder, 3, 0, 2, stamp="new")
+    if not is_first:
+        write_session(folder, 3, 1, 2, stamp="old")
+    if is_written:
+        during_verify(monkeypatch, lambda: write_session(folder, 3, 1, 2, stamp="new"))
+    with open(folder / LOCK, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        main(["sessions", str(folder), "verify"])
+    assert "3 sessions, all files are whole" in capsys.readouterr().out
+    if is_written:
+        main(["sessions", str(folder), "verify"])
+        assert "4 sessions, all files are whole" in capsys.readouterr().out
+        return
+    with pytest.raises(SystemExit):
+        main(["sessions", str(folder), "verify"])
+    out, err = capsys.readouterr()
+    problem = "the file of rank 1 is missing" if is_first else "are not of one write"
+    assert problem in out and f"{1 if is_first else 2} of the files" in err
+
+
+def test_a_session_that_was_not_read_is_not_called_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server removes a session and writes one that is damaged while others are verified."""
+
+    def act() -> None:
+        max(folder.glob(f"*{SUFFIX}")).unlink()
+        path = write_session(folder, 3)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    during_verify(monkeypatch, act)
+    main(["sessions", str(folder), "verify"])
+    assert "2 sessions, all files are whole" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["sessions", str(folder), "verify"])
+    assert "the checksum is wrong" in capsys.readouterr().out
 
 
 def test_remove(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

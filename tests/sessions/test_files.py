@@ -762,17 +762,16 @@ def test_what_is_dropped_before_it_is_written_leaves_the_memory(
     assert entry.id == last.id and entry.header["stamp"] == last.stamp
 
 
-def often_killed(folder: Path, code: str, imported: str, moments: list[float]) -> Iterator[None]:
+def often_killed(folder: Path, code: str, setup: str, moments: list[float]) -> Iterator[None]:
     """After each kill of a process that runs ``code`` on ``folder``, that many seconds after it
     began; another one begins when the caller goes on.
 
     Args:
-        imported: what the processes find imported.
+        setup: code that runs once, before the first process is forked.
     """
     fork = f"""
 import os, signal, sys, time
-sys.modules["vllm"] = None  # files need none
-import {imported}
+{setup}
 sys.argv = ["x", {str(folder)!r}]
 for moment in {moments}:
     child = os.fork()
@@ -819,7 +818,8 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     """A hundred kills of a process that writes 2 MiB files over and over: every file is whole."""
     folder, rng, whole, halves = Folder(tmp_path), random.Random(1), 0, 0
     moments = [rng.random() * 0.08 for _ in range(100)]
-    for _ in often_killed(tmp_path, KILLED, "torch, vllm_cascade.sessions.files", moments):
+    setup = 'sys.modules["vllm"] = None\nimport torch, vllm_cascade.sessions.files'
+    for _ in often_killed(tmp_path, KILLED, setup, moments):
         halves += len(list(tmp_path.glob(f".*{files.SUFFIX}")))
         folder.open()
         entries, bad = folder.entries()

@@ -426,7 +426,7 @@ def test_killed_while_writing_units(tmp_path: Path) -> None:
     """A hundred kills of a worker that keeps and removes sessions: all that is there is whole."""
     rng, whole, unused = random.Random(3), 0, 0
     moments = [rng.random() * 0.15 for _ in range(100)]
-    for _ in often_killed(tmp_path, KILLED, "torch, tests.sessions.test_pieces", moments):
+    for _ in often_killed(tmp_path, KILLED, "import torch, tests.sessions.test_pieces", moments):
         folder = Folder(tmp_path)
         folder.open()
         entries, bad = folder.entries()

@@ -169,7 +169,7 @@ def default_recall(
     host lacks the memory, the policy runs without, and the log says why.
 
     Args:
-        attempt: returns the policy of settings, and what the host lacks for it; empty: nothing.
+        attempt: returns the policy, and the host's shortage as text (empty if none).
 
     Raises:
         KVPolicyError: ``attempt`` raises it with the default recall and without.

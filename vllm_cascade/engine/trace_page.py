@@ -24,7 +24,7 @@ from vllm_cascade.policies.settings import CONFIG_KEY
 
 FRAMES = 100
 BATCH = 4096
-"""Tokens of a step. vLLM's default is less for a short text, and a default stride would be, too."""
+"""Tokens of a step. vLLM's default shrinks with the text, and would shrink the default stride."""
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACE = "/*DATA*/null"
 """Where the template takes the data."""

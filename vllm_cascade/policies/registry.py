@@ -17,6 +17,7 @@ from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.random import Random
 from vllm_cascade.policies.rules import MOST_INSERTIONS
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import (
     CONFIG_KEY,
     DEFAULT_BUDGET,
@@ -282,7 +283,7 @@ def check_batches(policy: Policy) -> None:
     Rules then repeat after the least common multiple of the policy's period and the batch size.
 
     Raises:
-        Misfit: more than ``MOST_INSERTIONS``; names the nearest smaller ``overflow`` that works.
+        Misfit: more than ``MOST_INSERTIONS``; names a smaller ``overflow`` that works.
     """
     batch = policy.in_units.overflow
     if batch == 1 or policy.batches_itself:
@@ -290,15 +291,21 @@ def check_batches(policy: Policy) -> None:
     base = policy.in_units.insertions()
     transient = len(base.rules) - base.period
 
-    def rows(batch: int) -> int:
-        return transient + batch + math.lcm(base.period, batch)
+    def bounds(batch: int) -> tuple[int, int]:
+        """Fewest and most rows. ``Schedule`` adds periods until it is steady."""
+        period = math.lcm(base.period, batch)
+        least = transient + batch + period
+        return least, least + period * max(-(-policy.recall // period), 1)
 
-    if rows(batch) > MOST_INSERTIONS:
-        fits = next((n for n in range(batch, 1, -1) if rows(n) <= MOST_INSERTIONS), 1)
+    rows, most = bounds(batch)
+    if rows <= MOST_INSERTIONS < most:  # only the table itself tells
+        rows = len(compiled(policy).count)
+    if rows > MOST_INSERTIONS:
+        fits = next((n for n in range(batch, 1, -1) if bounds(n)[1] <= MOST_INSERTIONS), 1)
         raise Misfit(
             "overflow",
             policy.overflow,
-            f"makes rules that repeat only after {rows(batch)} units: the engine has a table of at "
+            f"makes rules that repeat only after {rows} units: the engine has a table of at "
             f"most {MOST_INSERTIONS} rows, and without overflow rules repeat after {base.period}",
             {"overflow": fits * policy.unit},
         )

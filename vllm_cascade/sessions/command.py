@@ -108,23 +108,30 @@ def _age(seconds: float) -> str:
 def _verify(folder: Folder, entries: list[Entry], bad: list[Bad]) -> int:
     """Check all files; returns how many are damaged.
 
-    A running server may remove a file that is about to be checked. It is damage if a session that
-    is still there lists the file.
+    A running server may delete files during the check. A missing file is damage only if a remaining
+    session lists it. The server's ranks write at different times, so a session that lacks ranks is
+    damage only if no server runs.
     """
-    found, is_gone = list(bad), False
+    found: list[Bad] = []
+    whole: set[str] = set()
+    is_changing = any(one.reason == "incomplete" for one in bad)
     checksums = {name: {"checksum": own} for entry in entries for name, own in entry.pieces}
     for name in sorted({name for entry in entries for name in _names(entry)}):
         try:
             _, rank, world = parts_of(name)
             read(folder.path / name, {"rank": f"{rank}of{world}", **checksums.get(name, {})})
+            whole.add(name)
         except Unusable as error:
             if error.reason == "missing":
-                is_gone = True
+                is_changing = True
             else:
                 found.append(Bad(name, str(error), error.reason))
-    if is_gone:
+    if is_changing:
+        in_use = folder.in_use()  # asked first: files of a server that ended meanwhile are listed
         entries, bad = folder.entries()
-        found += [one for one in bad if one not in found]
+        bad = [one for one in bad if not (in_use and one.reason == "incomplete")]
+        entries = [entry for entry in entries if whole.issuperset(_names(entry))]
+    found = [*bad, *(one for one in found if one not in bad)]
     for name, problem, _ in found:
         print(f"damaged: {name}: {problem}")
     if not found:

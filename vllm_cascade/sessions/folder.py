@@ -137,6 +137,15 @@ class Folder:
             os.close(self._lock)
             self._lock = None
 
+    def in_use(self) -> bool:
+        """Whether a server has the folder. It changes nothing in it."""
+        try:
+            with open(self.path / LOCK, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
+
     def entries(self) -> tuple[list[Entry], list[Bad]]:
         """All sessions, least recently used first, and bad files.
 
@@ -166,10 +175,18 @@ class Folder:
                     raise files.Unusable("incomplete", f"the file of rank {missing[0]} is missing")
                 entries.append(self._entry(session, names, sizes))
             except (files.Unusable, OSError) as error:
-                if all(os.path.lexists(self.path / name) for name in names):
+                if not any(map(self._is_gone, names)):
                     reason = error.reason if isinstance(error, files.Unusable) else "io"
                     bad += [Bad(name, str(error), reason) for name in names]
         return sorted(entries, key=lambda entry: entry.used), bad
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether there is no such file. A folder or disk that does not say so has it."""
+        try:
+            os.lstat(self.path / name)
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+        return False
 
     def _entry(self, session: str, names: tuple[str, ...], sizes: dict[str, int]) -> Entry:
         """The session in its ranks' files.
