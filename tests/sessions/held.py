@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from vllm_cascade.recall.rings import RingCopy
 from vllm_cascade.sessions.tiers import WorkerSessions
 
 
@@ -10,8 +11,7 @@ def held_bytes(sessions: WorkerSessions) -> int:
     """Bytes of host memory in use. What sessions share counts once."""
     states = [state for state in sessions.states.values() if state.error() is None]
     units: list[Any] = [state.units for state in states if state.units is not None]
-    # Copies of rings; their class would import vLLM, which some processes of tests go without.
-    copies = [one.words for one in units if hasattr(one, "words")]
+    copies = [one.words for one in units if isinstance(one, RingCopy)]
     tensors = [tensor for one in (*copies, *(state.pages for state in states)) for tensor in one]
     pieces = {id(piece): piece.memory.nbytes for one in units for piece in one.pieces}
     return sum(tensor.nbytes for tensor in tensors) + sum(pieces.values())
