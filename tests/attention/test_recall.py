@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cpp_library import symbols
@@ -312,6 +312,7 @@ def test_numbers_of_candidates() -> None:
     st.booleans(),
     st.integers(0, 1 << 30),
 )
+@example(1, 1, 8, 16, 60, 0, 1, 17, False, 1)  # the 17th unit's probability is 1e-48
 def test_candidates(
     num_heads: int,
     group: int,
@@ -372,6 +373,7 @@ def test_candidates(
             for query in in_8_bits(select[:, head * group : (head + 1) * group]).double():
                 added = 0.7 * variance[head].mean(-1)[:, None] * query.square().sum(-1)
                 worth = worth.maximum((centres[head] @ query.T + added).softmax(0).amax(1))
+        worth = worth.clamp(min=1e-37)  # fp32 has no smaller ones
         least = worth.sort(descending=True).values[most - 1]
         for units in (listed[head_set].tolist(), found[1][head_set].tolist()):
             assert units == sorted(set(units)) and len(units) == most
