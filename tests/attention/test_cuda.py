@@ -377,7 +377,15 @@ MIXED = [
 ]
 LONG = (
     *("dgc", "dgc-attention", "dgc-heads-overflow", "heads-overflow-1", "sinks-heads-1"),
-    *("beehive-log-n", "beehive-overflow", "partial-interleaved", "alibi", "sinks", "soft-cap"),
+    *(
+        "beehive",
+        "h2o-normalise-1",
+        "beehive-overflow",
+        "partial-interleaved",
+        "alibi",
+        "sinks",
+        "soft-cap",
+    ),
 )
 
 
@@ -412,7 +420,7 @@ def test_mixed_requests_in_units(name: str) -> None:
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
-FEW_IN_8_BITS = ["heads", "cascade-4"]
+FEW_IN_8_BITS = ["heads"]
 IN_8_BITS = {
     name: case
     for name, case in (test_quantised.SMALL | test_quantised.UNITS).items()

@@ -200,6 +200,7 @@ def test_empty_grids_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.__getitem__.call_count == 1
 
 
+@pytest.mark.slow
 def test_launches_are_triton_s() -> None:
     """Grids, kernels, options and arguments, in a process that launches as on an H100; also those
     that C repeats."""

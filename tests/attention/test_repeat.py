@@ -46,7 +46,7 @@ POLICIES: dict[str, tuple[Shape, dict[str, Any]]] = {
         {**IN_UNITS, "recall": 2, "recall_store": 24, "recall_every": 1},
     ),
 }
-QUICK = ("sink", "recall")
+QUICK = ("sink",)
 WORDS = ("rows", "codes", "scales", "born", "token")
 """Of rings."""
 STEPS = [[1, 24], [1, 8], [1, 8], *[[1, 1]] * 5, [8, 1], *[[1, 1]] * 3, [1, 7]]

@@ -517,7 +517,7 @@ OF_RANKS: list[tuple[str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n != 1)) for n in range(len(OF_RANKS))]
+    "number", [pytest.param(n, marks=pytest.mark.slow) for n in range(len(OF_RANKS))]
 )
 def test_a_broken_kernel_of_ranks_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without tensor parallelism does not run it."""

@@ -87,6 +87,7 @@ def test_recall(server: Server, text: Path) -> None:
     assert lost.startswith("without recall: ") and "71432" not in lost
 
 
+@pytest.mark.slow
 def test_agent_with_tools(server: Server, text: Path) -> None:
     before = server.metric("vllm:kv_policy_evicted_tokens_total")
     question = "Who is Sir Walter?"
@@ -108,6 +109,7 @@ def known(shown: str) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.slow
 def test_endless_chat(server: Server, text: Path, tmp_path: Path) -> None:
     """Two clients, one after the other; only the first turn reads the text."""
     hits = server.metric('vllm:kv_session_hits_total(?={[^}]*tier="memory")')

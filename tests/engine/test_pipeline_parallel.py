@@ -32,7 +32,7 @@ POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "trace": True}
 CAPACITY = 4 + 128
 TWO_STAGES, FOUR_RANKS = {"stages": 2}, {"stages": 2, "ranks": 2}
 SIZES = [
-    pytest.param(TWO_STAGES, id="2 stages"),
+    pytest.param(TWO_STAGES, id="2 stages", marks=pytest.mark.slow),
     pytest.param(FOUR_RANKS, id="2 stages of 2 ranks", marks=pytest.mark.slow),
 ]
 

@@ -94,7 +94,7 @@ CASES = {
 }
 BEGINS = (0, 9000, 6000, 15000)
 """Where the texts of a case begin."""
-FAST = ("int8-rows-units", "fp8-overflow")
+FAST = ("fp8-overflow",)
 
 
 def engine(pool: EnginePool, case: Case, **changed: Any) -> Any:

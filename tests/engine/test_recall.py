@@ -89,7 +89,6 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 FAST = [
     ("cascade-each", {}),
     ("sink-overflows", {}),
-    ("sink-grows", {}),
     ("sink-every", dict(PYTORCH)),
     ("cascade-each-int8", {}),
 ]

@@ -426,7 +426,7 @@ def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[in
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["ngram"], id="ngram"),
+        pytest.param(["ngram"], id="ngram", marks=pytest.mark.slow),
         pytest.param(["suffix"], id="suffix", marks=[pytest.mark.slow, SUFFIX]),
         pytest.param(["ngram", "h2o", "2"], id="two ranks exchange scores", marks=pytest.mark.slow),
         pytest.param(["ngram", "heads", "2"], id="two ranks", marks=pytest.mark.slow),

@@ -134,7 +134,7 @@ def test_recall_where_a_block_has_99_kb(capability: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 96, 256))]
+    "size", [pytest.param(n, marks=pytest.mark.slow) for n in (64, 80, 96, 256)]
 )
 def test_head_sizes(size: int) -> None:
     check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90))
@@ -182,6 +182,7 @@ def test_latent_rows_in_8_bits_on_every_gpu() -> None:
     check(compiled(split, 80, 89, 90), {"attend_strides"})
 
 
+@pytest.mark.slow
 def test_rows_in_8_bits() -> None:
     check(compiled("CODED_SHAPES[:1]", 90))
 
@@ -214,6 +215,7 @@ UNSCORED = KERNELS - SCORED
 WITH_WINDOWS = "[shape for shape in OTHER_SHAPES if shape.window]"
 
 
+@pytest.mark.slow
 def test_windows() -> None:
     check(compiled(WITH_WINDOWS + "[:1]", 90), UNSCORED)
 

@@ -111,6 +111,7 @@ def served(*flags: str) -> Any:
     return args
 
 
+@pytest.mark.slow
 def test_spawned_servers_have_the_policy() -> None:
     """With more than one API server, and those of a supervisor, which configures nothing itself."""
     shared, supervised = served(*SERVED), copy.copy(served(*SERVED))
