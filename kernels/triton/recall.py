@@ -31,7 +31,7 @@ from .recall_rows import Judged, RecallRows
 from .recall_vectors import ask
 from .shapes import Shapes
 from .strides import Tokens
-from .tiles import LENGTH, MOST_REGISTERS, STEP, first_part
+from .tiles import LENGTH, STEP, first_part
 
 QUERY_ROWS = 16
 """Queries of one head per program of ``ask``."""
@@ -402,7 +402,6 @@ class Judge:
             UNIT=unit,
             TILE=QUERY_ROWS,
             num_warps=4,
-            maxnreg=MOST_REGISTERS,
         )
         shared = {
             "CAPACITY": capacity,

@@ -67,8 +67,8 @@ SPILLED = {
     ("attend", " x 576"): 64,
     ("attend", "stored as"): 72,
     ("attend", " x 256, bfloat16, stored as"): 264,
-    ("attend_strides", "alibi"): 48,
     ("ask", "units of 4"): 8,
+    ("ask", " x 576"): 8,
     ("judge", "units of 4"): 8,
     ("choose", "units of 4"): 16,
     ("attend_units", "stored as"): 40,
@@ -94,7 +94,7 @@ def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 
         most = may_spill(row["kernel"], row["label"])
         most += judge * (row["kernel"] == "judge")
         if row["capability"] in SMALL_BLOCKS and row["kernel"] == "column_sums":
-            most = 56  # ptxas takes 128 registers there, to fit two blocks
+            most = 8  # with soft caps
         if {"latents of 512", "float32"} <= set(row["label"].split(", ")):
             most = 112
         assert row["spilled"] <= most, row
@@ -153,6 +153,7 @@ def test_units() -> None:
     check(compiled("[Shape(unit=16)]", 90), IN_UNITS)
 
 
+@pytest.mark.slow
 def test_latent_rows() -> None:
     """DeepSeek V3's on a rank of eight, also where a block has 99 KB of shared memory."""
     check(compiled("LATENT_SHAPES[:1]", 90, 89))
