@@ -379,7 +379,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ),
     ("recall", recall, "_judge", "(oldest + first) % CAPACITY", "first % CAPACITY"),
     ("recall", recall, "_weigh", "tl.exp2(value - top[:, None])", "tl.exp2(value)"),
-    ("recall", recall_choose, "_largest", "(bits > least)", "(bits > least + (1 << 30))"),
+    ("recall", recall_choose, "_largest", "(value + 0.0).to(", "(1.0 / (1.0 + value)).to("),
     ("recall", recall_choose, "_choose", "theirs) < begins)", "theirs) > begins)"),
     (
         "recall",
