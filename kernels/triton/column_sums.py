@@ -88,8 +88,7 @@ def _column_sums(
     part = tl.arange(0, TILE // CHUNK) * CHUNK
     column = (behind + first + part) // CHUNK
     leaves = first + part < num_keys
-    # Queries before a tile of the stride do not see it; the first that do not see all of it come
-    # before ``diagonal``.
+    # Queries before a tile of the stride do not see it; those before ``diagonal`` see a part of it.
     earliest = tl.where(is_old, 0, first // QUERIES * QUERIES)
     diagonal = tl.where(is_old, 0, first + TILE)
     turns = tl.cdiv(length - earliest, QUERIES)

@@ -32,6 +32,7 @@ from .tiles import (
 )
 
 TINY = tl.constexpr(1e-30)
+"""Least factor on logits."""
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def stride_logits(
     rest_of_queries=None,
     rest_of_keys=None,
 ):
-    """Logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``, up to ``in_base_2``.
+    """Logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``, before ``in_base_2``.
 
     ``scale`` is one number per query; ``slope`` is ALiBi's, or None. The rest is the latent part of
     queries and keys, or None.
@@ -115,7 +116,7 @@ def stride_queries(
 ):
     """Addresses ``[m]`` of a head's queries of tokens from ``first`` on, and their logit factors.
 
-    Offsets from a program's one address stay in a loop; an address for each row would not.
+    A loop computes one address and keeps the rows' offsets: cheaper than an address a row.
     """
     index = tl.arange(0, real.shape[0])
     factor = tl.zeros(real.shape, tl.float32) + scale

@@ -94,7 +94,7 @@ def _pick(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """List the ``now`` units of most worth in order, from tiles that begin with the best so far."""
+    """List the ``now`` units of most worth in order. A tile begins with the best of those before."""
     index = tl.arange(0, TILE)
     taken = tl.full([], 0, tl.int32)
     for first in range(0, number, TILE - MOST):
@@ -322,7 +322,7 @@ class Recaller:
             "UNIT": unit,
             "num_warps": 4,
         }
-        # At most half of a tile is what the last one was left with.
+        # At least half of a tile are new units.
         tile = max(min(MOST_TILE, triton.next_power_of_2(capacity + self._room)), 2 * self._room)
         self._choose = Launcher(
             _choose,

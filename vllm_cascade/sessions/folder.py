@@ -181,7 +181,7 @@ class Folder:
         return sorted(entries, key=lambda entry: entry.used), bad
 
     def _is_gone(self, name: str) -> bool:
-        """Whether there is no such file. A folder or disk that does not say so has it."""
+        """Whether there is no such file. What cannot be looked up counts as there."""
         try:
             os.lstat(self.path / name)
         except OSError as error:
