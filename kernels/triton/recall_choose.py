@@ -94,7 +94,7 @@ def _pick(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """List the ``now`` units of most worth in order. A tile begins with the best of those before."""
+    """List the ``now`` units of most worth, in order. A tile begins with the best so far."""
     index = tl.arange(0, TILE)
     taken = tl.full([], 0, tl.int32)
     for first in range(0, number, TILE - MOST):
