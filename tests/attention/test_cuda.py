@@ -216,7 +216,7 @@ def test_profiling_takes_the_memory_of_drafts() -> None:
         additional_config={"kv_policy": {"recall": 0, **CASCADE}},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        cache_config=SimpleNamespace(block_size=16),
+        use_v2_model_runner=True,
         model_config=SimpleNamespace(hf_text_config=None),
         speculative_config="ngram",
         num_speculative_tokens=3,
@@ -255,7 +255,7 @@ def test_profiling_takes_the_memory_of_rows_that_wait(shares: bool) -> None:
         additional_config={"kv_policy": {"recall": 0, **CASCADE}},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        cache_config=SimpleNamespace(block_size=16),
+        use_v2_model_runner=True,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**own)),
         speculative_config=None,
     )
@@ -564,6 +564,20 @@ def test_requests_with_budgets_of_their_own_where_no_rule_helps() -> None:
     test_paged.run_mixed_requests(
         None, Shape(), cluster, [20, 23, 30], [45, 40, 42], 4, asked=asked
     )
+
+
+def test_strides_in_pytorch_have_their_own_pages_only() -> None:
+    """Beside recurrent layers pages have more slots than a block has tokens.
+
+    What follows a request's pages in its row of the block table may be from an earlier batch.
+    """
+    slots, page = 64, 1
+    layer = PagedLayer(Shape(), {**test_paged.CLUSTER, "prefill_stride": 32}, 4, slots=slots)
+    assert layer.shape.block_size < 32 <= layer.spec.page_slots == slots
+    table = torch.tensor([[page, 2, 3], [2, page, page]], dtype=torch.int32)
+    metadata = layer.builder.build(0, step_of([0, 0], [32, 32], [True, True], table))
+    found = [stride.pages.tolist() for wave in metadata.waves for stride, _ in wave.others]
+    assert found == [[1], [2]]
 
 
 def decode_steps(layer: PagedLayer, schedules: list[Schedule], length: int) -> None:

@@ -15,12 +15,14 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from tests.attention.test_cuda import refused
 from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.backend import CUDALatentBackend
 from vllm_cascade.attention.cuda.impl import TritonLatentImpl
 from vllm_cascade.attention.latent import OwnPrefill, connect
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.policies.registry import resolve
 
@@ -107,10 +109,12 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
         additional_config={"kv_policy": policy},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=3),
         model_config=SimpleNamespace(hf_text_config=None),
-        cache_config=SimpleNamespace(block_size=16),
+        use_v2_model_runner=False,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=None,
     )
+    full = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=48, dtype=torch.float32)
+    impl.spec = KVPolicySpec.from_full(full, resolve(policy))
     impl.least_part = 16  # strides are split, and leave parts of 32 channels
     calls: list[Any] = []
     layer = SimpleNamespace(impl=impl, layer_name="layer")

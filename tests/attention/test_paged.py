@@ -96,6 +96,7 @@ class PagedLayer:
         num_pages: int,
         drafts: int = 0,
         drafting: bool = False,
+        slots: int | None = None,
     ) -> None:
         self.shape = shape
         self.policy = resolve({**settings, "trace": True})
@@ -106,16 +107,17 @@ class PagedLayer:
             dtype=shape.stored_dtype,
             kv_quant_mode=get_kv_quant_mode(shape.cache_dtype),
         )
-        self.spec = replace(KVPolicySpec.from_full(full, self.policy, drafts), drafting=drafting)
+        bounded = KVPolicySpec.from_full(full, self.policy, drafts)
+        self.spec = replace(bounded, drafting=drafting, slots=slots)
         # Uninitialised memory may hold anything: NaN keys and values, absurd ranks.
         self.pool = torch.full((num_pages, self.spec.page_size_bytes), 0xFF, dtype=torch.uint8)
         self.pool[0] = 0x11  # the null block: any write to it shows
         view = torch.as_strided(
             self.pool.view(shape.stored_dtype),
-            (num_pages, shape.num_kv_heads, shape.block_size, shape.row_size),
+            (num_pages, shape.num_kv_heads, self.spec.page_slots, shape.row_size),
             (
                 self.spec.page_size_bytes // shape.stored_dtype.itemsize,
-                shape.block_size * shape.row_size,
+                self.spec.page_slots * shape.row_size,
                 shape.row_size,
                 1,
             ),
@@ -135,6 +137,7 @@ class PagedLayer:
             sinks=shape.sink_logits,
         )
         self.impl.latent = shape.value_size if shape.latent else None
+        self.impl.spec = self.spec
         self.inv_freq = None
         if not shape.alibi:
             exponent = torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim
@@ -661,6 +664,25 @@ def test_half_precision_stays_close(path: str, dtype: torch.dtype) -> None:
     )  # fmt: skip
     expected = run_literal(literal, query, key, value, slice(0, 80), 64, 8)
     torch.testing.assert_close(output.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+def test_the_mean_of_a_cluster_never_stands_still(dtype: torch.dtype, tolerance: float) -> None:
+    """In 16 bits a member of a large cluster would change the mean by less than rounding does."""
+    shape = Shape(num_kv_heads=1, group=1, alibi=True, dtype=dtype)
+    settings = {**CLUSTER, "budget": 4, "num_sinks": 1, "global_size": 1, "prefill_stride": 1}
+    layer = PagedLayer(shape, settings, 2)
+    table = torch.tensor([[1]], dtype=torch.int32)
+    values, key = [1.0] * 300 + [2.0] * 600, torch.ones(1, 1, shape.head_size)
+    for at, value in enumerate(values):
+        layer.step([1], [at], [False], table, key, key, value * key, lambda rows, _: rows)
+    centre = (layer.pages.rank[1, 0] == settings["num_sinks"]).nonzero().item()
+    members = values[1:-3]  # without the sink and the recent tokens
+    assert layer.pages.score[1, 0, centre] == len(members) - 1
+    mean = layer.pages.kv[1, 0, centre, shape.head_size :].float()
+    torch.testing.assert_close(
+        mean, torch.full_like(mean, np.mean(members)), atol=tolerance, rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -526,7 +526,8 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
         speculative_config=None,
         additional_config={},
     )
-    worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    worker.device = CPU  # not that of the model's weights, which vLLM may have moved to the host
+    worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1, device="meta"))
     window = replace(layer.spec, policy=window_policy(policy, 9), window=9)
     specs = {"a": layer.spec, "windowed": window, "b": layer.spec}
     monkeypatch.setattr(worker, "get_kv_cache_spec", lambda: order.append("specs") or specs)

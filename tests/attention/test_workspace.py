@@ -226,31 +226,38 @@ def forward(
     layer.impl.forward(name, query, key, value, pool, metadata, made)
 
 
-def test_masses_of_ranks_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slots", [None, 64], ids=["blocks", "larger-pages"])
+@pytest.mark.parametrize("runner", [1, 2])
+def test_masses_of_ranks_are_reserved(
+    runner: int, slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of as many requests as may be, which decode with all slots in use, takes no more.
 
-    vLLM's block tables are wider than what a request needs.
+    The block tables of Model Runner V1 are wider than what a request needs. Beside recurrent layers
+    pages have more slots than a block has tokens.
     """
     use_triton(monkeypatch)
     memory, rows = fresh(monkeypatch), 40
     shape = Shape(num_kv_heads=1, group=16, head_size=SIZE, rotary_dim=SIZE)
     own = {**CASCADE, "unit": 1, "prefill_stride": 4}
-    layer = PagedLayer(shape, own, 5)
+    layer = PagedLayer(shape, own, 5, slots=slots)
     layer.impl._config = SimpleNamespace(
         additional_config={"kv_policy": {"recall": 0, **own}},
         scheduler_config=limits(8, rows),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        cache_config=SimpleNamespace(block_size=shape.block_size),
         model_config=SimpleNamespace(hf_text_config=None),
         speculative_config=None,
+        use_v2_model_runner=runner == 2,
     )
     layer.impl.reserve(torch.zeros(8, 16, SIZE))
     taken = memory.num_bytes
     together = replace(layer.impl._layer, over_ranks=lambda values, _: values)
     layer.impl._layer = together
-    pages = -(-layer.policy.capacity // shape.block_size)
-    table = torch.zeros(rows, get_block_table_width(pages, shape.block_size), dtype=torch.int32)
-    assert table.shape[1] > pages
+    pages = -(-layer.policy.capacity // layer.spec.page_slots)
+    alignment = 128 if runner == 1 else layer.spec.block_table_token_alignment
+    width = get_block_table_width(pages, shape.block_size, token_alignment=alignment)
+    table = torch.zeros(rows, width, dtype=torch.int32)
+    assert (table.shape[1] > pages) == (runner == 1)
     table[:, :pages] = torch.arange(1, 1 + pages)
     metadata = layer.builder.build(0, common([100] * rows, table))
     forward(layer, metadata, rows)

@@ -8,7 +8,9 @@ On CPUs vLLM has other functions in place of these kernels. Here it finds a Trit
 modules of recurrent layers take their GPU path: short convolutions, Mamba-2 and gated delta nets,
 of prompts and of single tokens. Attention runs on the CUDA backend's code, as in ``triton_cpu.py``.
 Log-probabilities and kept tokens of 1,000 tokens and 60 more are compared with the oracle; the same
-alone, in a batch and from a snapshot. ``RESULT`` has the kernels of vLLM that ran.
+alone, in a batch and from a snapshot. ``RESULT`` has the kernels of vLLM that ran, and how often the
+kernels' scratch memory grew after the layers had reserved it for the worst batch: never. (They do so
+when vLLM profiles the model, which its worker for CPUs does not.)
 
 With ``VLLM_USE_V2_MODEL_RUNNER=1`` the engine has the second model runner.
 """
@@ -149,8 +151,10 @@ def run(family: str, recall: bool) -> None:
     from tests.engine.test_batching import ForceTokens
     from tests.engine.test_families import POLICIES, check_company
     from tests.oracle.recurrent import run_recurrent, write_recurrent
+    from vllm_cascade.attention.cuda.workspace import workspace_of
 
-    policy, more = POLICIES["cascade-heads"] | {"prefill_stride": 64}, {}
+    policy = POLICIES["cascade-heads"] | {"prefill_stride": 64}
+    more: dict[str, Any] = {"max_num_seqs": 4}
     if recall:
         policy = {**recalling.POLICIES["sink"], "budget": 32, "prefill_stride": 32}
         policy |= {"recall_every": 4, "recall_store": 128}
@@ -159,6 +163,12 @@ def run(family: str, recall: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_recurrent(Path(folder), family)
         llm = plain.engine(pool, path, family, policy, {}, dtype="float32", **more)
+        (layers,) = llm.collective_rpc("_all_layers")
+        for layer in layers.values():
+            layer.impl.reserve(torch.empty(1, layer.num_heads, layer.head_size))
+        workspace = workspace_of(torch.device("cpu"))
+        before = workspace.grown
+        assert before
         if recall:
 
             def truth_of(tokens: list[int], kept: dict[int, Any]) -> Any:
@@ -169,7 +179,8 @@ def run(family: str, recall: bool) -> None:
             plain.check(llm, path, family, policy, native=False)
         check_company(llm, policy["prefill_stride"], lengths=(130, 1, 47))
         runner = "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
-        print("RESULT " + json.dumps({"runner": runner, "kernels": sorted(launched)}))
+        found = {"runner": runner, "kernels": sorted(launched), "grown": workspace.grown - before}
+        print("RESULT " + json.dumps(found))
         pool.close()
 
 

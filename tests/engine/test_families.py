@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,20 @@ SHAPES: dict[str, set[tuple[Any, ...]]] = {
     "llama4": {(2, 32, True, WINDOW, True, False), (2, 32, None, None, False, False)},
 }
 """The shapes of some families; pairs are neighbours (False), or nothing rotates (None)."""
+
+
+def test_streams_that_end_in_the_short_range_of_longrope(
+    engine_pool: EnginePool, model_of: Any
+) -> None:
+    """They have its frequencies, as in vLLM, also if the policy could keep more."""
+    path, settings = model_of("phi3-long"), {**CASCADE, "prefill_stride": 8}
+    length, prompt = 16, random_tokens(0, 10)
+    llm = engine_pool.get(settings, path, max_model_len=length, skip_tokenizer_init=True)
+    tokens, logprobs = decode(llm, prompt, length - len(prompt))
+    family = replace(FAMILIES["phi3-long"], long=False)
+    truth = apart(run_family, path, family, tokens, len(prompt), settings)
+    assert len(logprobs) == length - 1
+    assert np.abs(np.asarray(logprobs) - truth.logprobs).max() < MAX_ERROR
 
 
 @pytest.mark.parametrize(("family", "policy", "env"), cases(FAST, SLOW))

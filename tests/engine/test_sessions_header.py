@@ -418,6 +418,28 @@ def test_a_model_under_another_path(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_longrope_has_two_tables(tmp_path: Path) -> None:
+    """Which one rotates keys follows from the length that the engine is asked for, too."""
+    write_llama(tmp_path, num_layers=1, vocab_size=4096, max_position_embeddings=1024)
+    config = json.loads((tmp_path / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    config["original_max_position_embeddings"] = 512
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {}
+    for budget, length in ((640, 512), (640, 1024), (128, 512), (128, 1024)):
+        made = EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            max_model_len=length,
+            additional_config={"kv_policy": {"name": "sink", "budget": budget}},
+        ).create_engine_config()
+        caches: Any = SimpleNamespace(kv_cache_groups=[])
+        found[budget, length] = engine_header(made, caches)["model"]
+    short = found.pop((640, 512))
+    assert short != found.pop((640, 1024)) and set(found.values()) == {short}
+
+
 def test_policies_differ_by_every_setting_that_states_depend_on() -> None:
     base = {"name": "sink", "budget": 128, "prefill_stride": 64, "unit": 16, "recall": 4}
 

@@ -82,3 +82,4 @@ def check_kernels(family: str, runner: str, *what: str) -> None:
     assert done.returncode == 0 and lines, (done.stdout + done.stderr)[-4000:]
     found = json.loads(lines[0].removeprefix("RESULT "))
     assert found["runner"] == runner and set(found["kernels"]) >= KERNELS[family], found
+    assert found["grown"] == 0, "pages of states have more slots than a block has tokens"

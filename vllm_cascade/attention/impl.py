@@ -52,6 +52,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             before vLLM's profiling run, and in layers without keys.
         exchanges: with other tensor-parallel ranks that share the heads of a set.
         latent: channels of a latent row's value (``LayerConfig.latent``); None in other layers.
+        spec: the pages that it will have. The worker sets it before vLLM's profiling run.
     """
 
     knows_windows: ClassVar[bool] = False
@@ -62,6 +63,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
     recall: LayerStore | None = None
     latent: int | None = None
     exchanges: Exchanges = WITH_OTHERS
+    spec: KVPolicySpec | None = None
 
     def __init__(
         self,

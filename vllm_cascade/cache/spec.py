@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     replace_as,
 )
+from vllm.v1.worker.block_table import get_block_table_width
 
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import Schedule, compiled
@@ -114,6 +115,8 @@ class KVPolicySpec(AttentionSpec):
 
     # vLLM must not share pages that a later token overwrites, and our backend finds its own slots.
     prefix_cacheable = uses_slot_mapping = False  # pyright: ignore
+    # Our kernels read block tables of any width. Wider ones take more working memory.
+    block_table_token_alignment = None  # pyright: ignore
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,6 +235,13 @@ class KVPolicySpec(AttentionSpec):
         if self.kinds:
             return max(kind.most_pages for kind in self.kinds)
         return cdiv(self.policy.capacity, self.page_slots)
+
+    def table_slots(self, vllm_config: VllmConfig) -> int:
+        """Slots of the pages that a row of vLLM's block tables has room for."""
+        pages, size = self.most_pages, self.block_size
+        if not vllm_config.use_v2_model_runner:
+            pages = get_block_table_width(pages, size)  # V1 does not ask for the alignment
+        return pages * self.page_slots
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Pages of any request of ``max_len`` tokens, whatever policy it sets.

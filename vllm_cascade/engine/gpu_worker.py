@@ -49,8 +49,8 @@ class GPUKVPolicyWorker(DraftingWorker, Worker):
             specs = self.get_kv_cache_spec().values()
             recalling = [s for s in specs if isinstance(s, KVPolicySpec) and s.policy.recall]
             if recalling:  # windows keep their own tokens
-                device = next(self.model_runner.get_model().parameters()).device
-                self._make_stores(recalling, device)
+                assert self.device is not None, "init_device sets it"
+                self._make_stores(recalling, self.device)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

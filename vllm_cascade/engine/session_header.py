@@ -11,11 +11,13 @@ from typing import Any
 import vllm
 from vllm.config import ModelConfig, VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 import vllm_cascade
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.log import logger
+from vllm_cascade.models.rotary import longest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.sessions.files import FORMAT
@@ -166,6 +168,17 @@ def _drafting_of(config: VllmConfig) -> list[Any]:
     return [drafts.method, _plain(model.hf_config.to_dict()), weights, str(model.dtype)]
 
 
+def _long_tables(policy: Policy, model: ModelConfig) -> list[bool]:
+    """Whether LongRoPE's frequencies are those for long streams; empty for other rotary types."""
+    ropes = iter_rope_parameters(model.hf_text_config)
+    ranges = [
+        rope["original_max_position_embeddings"]
+        for rope in ropes
+        if rope.get("rope_type") == "longrope"
+    ]
+    return [longest(policy, model) > short for short in ranges]
+
+
 def layout_of(spec: KVCacheSpec) -> list[Any]:
     """What the pages of a group of layers depend on, also where each layer has a spec."""
     inner = getattr(spec, "kv_cache_specs", {})
@@ -200,6 +213,7 @@ def engine_header(
                 weights_of(model, config.load_config.download_dir),
                 *(config.load_config.load_format, model.quantization),
                 *_drafting_of(config),
+                *_long_tables(policy, model),
             ]
         ),
         "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",

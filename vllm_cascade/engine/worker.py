@@ -41,7 +41,7 @@ from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import learns_positions, loops
 from vllm_cascade.models.norms import move_key_weights
 from vllm_cascade.models.probe import rotaries_of
-from vllm_cascade.models.rotary import choose_long_tables
+from vllm_cascade.models.rotary import choose_long_tables, longest
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.builder import StepBuilder
@@ -150,7 +150,7 @@ class KVPolicyWorker(SessionWorker):
                 layer.attn_backend = resolve_name(self.device_entry.backend)
                 impl.window = layer.attention_chunk_size  # it does not tell its backend
         for one in self._models():
-            choose_long_tables(one.model, policy.max_position)
+            choose_long_tables(one.model, longest(policy, self.model_config))
         self._move_key_weights()
         self._bound_caches(self.model_runner)
         assert self.device is not None, "init_device sets it"
@@ -223,7 +223,12 @@ class KVPolicyWorker(SessionWorker):
             )
         if states:
             made = beside_states(made, states, policy, block_size)
-        return own_part(made, specs)
+        made = own_part(made, specs)
+        layers = self._all_layers()
+        owners = owners_of(layers)
+        for name, layer in layers.items():
+            layer.impl.spec = made.get(owners.get(name, name))
+        return made
 
     def _drafting(self) -> DraftingLayers:
         """The layers of a drafting model."""

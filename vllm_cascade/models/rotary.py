@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding import (
@@ -29,6 +30,7 @@ from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_cascade.models.architectures import is_unrotated, skips_unknown
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 SUPPORTED_ROPE_TYPES = (
@@ -140,8 +142,13 @@ def _long_rotary(module: Phi3LongRoPEScaledRotaryEmbedding) -> Rotary:
     return Rotary(inv_freq, is_neox=True)
 
 
+def longest(policy: Policy, config: ModelConfig) -> int:
+    """End (exclusive) of the positions that streams of this engine can reach."""
+    return min(policy.max_position, config.max_model_len)
+
+
 def choose_long_tables(model: nn.Module, max_position: int) -> None:
-    """Select LongRoPE's short or long table by the largest position under the policy.
+    """Select LongRoPE's short or long table by the end of the positions (``longest``).
 
     vLLM selects by ``--max-model-len``, but under a policy positions stay bounded. If they stay
     within the model's original length, the short table is better for streams of any length.

@@ -158,7 +158,7 @@ def singles_of(
     step: Step,
     table: torch.Tensor,
     rules: np.ndarray,
-    block_size: int,
+    page_slots: int,
     recall: Mapping[int, RecallStride],
     saves: np.ndarray | None = None,
 ) -> Singles:
@@ -170,7 +170,7 @@ def singles_of(
         saves: as in ``Singles``.
     """
     steps = rows.steps
-    most = -(-int(steps[:, NEW_SLOTS].max()) // block_size)
+    most = -(-int(steps[:, NEW_SLOTS].max()) // page_slots)
     place = steps[:, START]
     scored = given = None
     if step.given is not None:
@@ -195,7 +195,7 @@ def strides_of(
     rows: StrideRows,
     step: Step,
     table: torch.Tensor,
-    block_size: int,
+    page_slots: int,
     recall: Mapping[int, RecallStride] | None = None,
 ) -> list[Stride]:
     """Longer strides one by one, with their pages on the table's device.
@@ -207,7 +207,7 @@ def strides_of(
     for i, schedule in enumerate(rows.schedules):
         numbers = rows.steps[i].tolist()
         start, length, slots = numbers[START], numbers[LENGTH], numbers[NEW_SLOTS]
-        num_pages = -(-slots // block_size)
+        num_pages = -(-slots // page_slots)
         part = slice(start, start + length)
         scored = step.given is not None and schedule.scoring.from_host
         stream = numbers[STREAM]

@@ -356,7 +356,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         waves = []
         for rows, draft, own in zip(step.waves, drafts, recall, strict=True):
             (at, singles), others, strides, chunks = draft
-            in_pytorch = strides_of(others, step, table, self.kv_cache_spec.block_size)
+            in_pytorch = strides_of(others, step, table, self.kv_cache_spec.page_slots)
             in_rows = [None if own is None else own[row] for row in others.request.tolist()]
             wave = DeviceWave(
                 rows,

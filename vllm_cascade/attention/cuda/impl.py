@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
-from vllm.v1.worker.block_table import get_block_table_width
 
 from vllm_cascade.attention.cuda.layer_kernels import (
     LayerKernels,
@@ -51,7 +50,6 @@ from vllm_cascade.attention.layer import NewTokens, Part
 from vllm_cascade.attention.shared import SharingImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.attention.torch.strides import attend_and_insert
-from vllm_cascade.cache.kinds import window_slots
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
@@ -102,15 +100,11 @@ class TritonKVPolicyImpl(SharingImpl):
 
     def reserve(self, query: torch.Tensor) -> None:
         """Reserve the workspace, and drafts' memory until vLLM has profiled it."""
-        config = self._config
+        config, spec = self._config, self.spec
         policy = None if config is None else policy_of(config.additional_config)
-        if config is None or policy is None:
+        if config is None or policy is None or spec is None:
             return
-        limits, block = config.scheduler_config, config.cache_config.block_size
-        pages, slots = get_block_table_width(-(-policy.capacity // block), block), block
-        if self.window is not None:
-            slots = max(slots, window_slots(policy, self.window, block))
-        slots *= pages
+        limits, slots = config.scheduler_config, spec.table_slots(config)
         workspace = self._memory_on(query.device)
         alike = policy, limits.max_num_batched_tokens, limits.max_num_seqs, slots, self.least_part
         alike += *query.shape[1:], query.dtype, self.num_kv_heads, self.latent

@@ -5,7 +5,8 @@ The paper's sketch (DGC, Algorithms 3 and 4) clusters the features of the last l
 means of *embeddings*. A KV cache has only keys and values, so this differs:
 
 - A cluster is a slot. Its centre is the running mean of its members' values and unrotated keys.
-- The score field counts the members of a cluster.
+- The score field counts the members of a cluster. The mean weighs at most so many that a member may
+  still change it (``most_members``), so in 16 bits it follows a cluster's recent members.
 - The number of centres is fixed. They start as the first tokens in their slots, not by k-means++.
 - A stride's tokens are assigned to the centres as of the stride's start. Scores are frozen during a
   stride in the same way.
@@ -19,6 +20,15 @@ from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.models.rotary import rotate
 from vllm_cascade.step.inputs import Stride
+
+
+def most_members(dtype: torch.dtype) -> float:
+    """Members that a mean counts at most: 64 in bfloat16, 512 in float16.
+
+    With more, a member as far from the mean as the mean from 0 would change it by less than the
+    type's precision. The mean would be rounded to what it was, and would never change again.
+    """
+    return 0.5 / torch.finfo(dtype).eps
 
 
 def merge_deleted(
@@ -58,11 +68,12 @@ def merge_deleted(
     members = torch.zeros(layer.num_sets, hi - lo).scatter_add_(
         1, nearest, torch.ones(nearest.shape)
     )
-    sums = plain[:, lo:hi] * (1 + scores[:, lo:hi]).unsqueeze(-1)
+    weight = (1 + scores[:, lo:hi]).clamp(max=most_members(pages.kv.dtype))
+    sums = plain[:, lo:hi] * weight.unsqueeze(-1)
     index = nearest.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
     sums = sums.scatter_add(1, index, plain[:, deleted])
     scores[:, lo:hi] += members
-    mean = sums / (1 + scores[:, lo:hi]).unsqueeze(-1)
+    mean = sums / (weight + members).unsqueeze(-1)
     if turn is not None:
         back = turn[:, lo:hi] * torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
         mean = _rotated(layer, mean, back)
