@@ -8,8 +8,8 @@ On CPUs vLLM has other functions in place of these kernels. Here it finds a Trit
 modules of recurrent layers take their GPU path: short convolutions, Mamba-2 and gated delta nets,
 of prompts and of single tokens. Attention runs on the CUDA backend's code, as in ``triton_cpu.py``.
 Log-probabilities and kept tokens of 1,000 tokens and 60 more are compared with the oracle; the same
-alone, in a batch and from a snapshot. ``RESULT`` has the kernels of vLLM that ran, and how often the
-kernels' scratch memory grew after the layers had reserved it for the worst batch: never. (They do so
+alone, in a batch and from a snapshot. ``RESULT`` has the kernels of vLLM that ran, and how often
+our kernels' scratch memory grew after the layers had reserved it for the worst batch. (They do so
 when vLLM profiles the model, which its worker for CPUs does not.)
 
 With ``VLLM_USE_V2_MODEL_RUNNER=1`` the engine has the second model runner.
