@@ -17,6 +17,7 @@ PATCHES = (
     "environment",
     "max_model_len",
     "engine_args",
+    "bench_forward",
     "pool_size",
     "preload",
     "ready_response",
@@ -52,18 +53,29 @@ def apply_all() -> None:
 def why_unsupported(version: str | None = None) -> str | None:
     """Why policies cannot run with a vLLM version; None: they can.
 
+    A development build is not supported: one made after 0.33.0 has code of 0.34, and is called
+    0.33.1.dev214.
+
     Args:
         version: None for the installed one.
     """
     if version is None:
         from vllm import __version__ as version
-    if ".".join(version.split(".")[:2]) in CHECKED_VERSIONS:
+    development = "dev" in version.partition("+")[0]
+    if ".".join(version.split(".")[:2]) in CHECKED_VERSIONS and not development:
         return None
+    hint = ""
+    if development:
+        hint = (
+            ". Development builds count as unchecked, because they may have a later version's "
+            "code; if yours is a release's, build it with that version, such as "
+            f"VLLM_VERSION_OVERRIDE={CHECKED_VERSIONS[-1]}.0"
+        )
     checked = ", ".join(f"{one}.*" for one in CHECKED_VERSIONS)
     return (
         f"vllm_cascade runs KV policies with vLLM {checked}, but vLLM {version} is installed: "
         "engines without a policy are stock vLLM's, others do not start. Install a matching "
-        "version to use a policy, or uninstall vllm-cascade"
+        f"version to use a policy, or uninstall vllm-cascade{hint}"
     )
 
 

@@ -17,7 +17,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 from vllm import envs
-from vllm.config import AttentionConfig, KVEventsConfig, ParallelConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    KVEventsConfig,
+    ParallelConfig,
+    VllmConfig,
+    WatermarkConfig,
+)
 from vllm.config import replace as config_replace
 from vllm.config import vllm as vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -290,6 +296,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=True)),
         "--enable-elastic-ep is not tested",
     ),
+    "fault tolerance": (
+        SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=True)),
+        "--enable-fault-tolerance",
+    ),
     "quantised means": (
         SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
         "set --kv-cache-dtype to auto",
@@ -428,6 +438,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "set --dtype bfloat16",
     ),
+    "watermarks on the CPU": (
+        SimpleNamespace(watermark_config=SimpleNamespace()),
+        "--watermark-config cannot be combined with --kv-policy on the CPU",
+    ),
     "replayed states": (
         SimpleNamespace(cache_config=SimpleNamespace(use_replayssm=True)),
         "--use-replayssm",
@@ -495,9 +509,13 @@ def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
     ).create_engine_config()
 
 
+def all_on_cuda() -> set[str]:
+    alone = {RULES_ON_CUDA, OLD_CARDS, OFFSETS_ON_CUDA}
+    return {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, *alone}
+
+
 def test_the_list_is_complete() -> None:
-    on_cuda = {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, RULES_ON_CUDA, OLD_CARDS}
-    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | on_cuda | ENVIRONMENT
+    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | all_on_cuda() | ENVIRONMENT
     assert tested == {entry.name for device in DEVICES.values() for entry in device.refusals}
 
 
@@ -508,8 +526,7 @@ def refusal_of(name: str, device: str = "cpu") -> Refusal:
 
 def test_the_device_of_another_platform_is_not_asked() -> None:
     elsewhere = {entry.name for entry in DEVICES["cuda"].own_refusals}
-    on_cuda = {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, RULES_ON_CUDA, OLD_CARDS}
-    assert elsewhere == on_cuda
+    assert elsewhere == all_on_cuda()
     assert not elsewhere & {entry.name for entry in DEVICES["cpu"].refusals}
 
 
@@ -735,6 +752,7 @@ def test_recall_on_cuda_needs_nothing_else() -> None:
 
 RULES_ON_CUDA = "rules of kept prompts on CUDA"
 OLD_CARDS = "old cards"
+OFFSETS_ON_CUDA = "cached tokens on CUDA"
 
 
 @pytest.mark.parametrize(
@@ -763,6 +781,33 @@ def test_rules_of_kept_prompts_must_fit() -> None:
     assert not refusal.applies(many, resolve(plain))
     tables = DeviceTables(compiled(kept), torch.device("meta"), 256)
     assert tables.rules.nbytes <= MOST_BYTES < 4 * tables.rules.nbytes
+
+
+@pytest.mark.parametrize(
+    ("model", "fits"),
+    [
+        ({"size": 128}, 8_388_544),  # of units of 64, those below 2^31 / 256
+        ({"size": 128, "other_size": 512}, 2_097_088),  # Gemma 4's layers without windows
+        ({"size": 576, "use_mla": True}, 3_728_256),  # latent rows
+    ],
+)
+def test_rows_that_offsets_reach(model: dict[str, Any], fits: int) -> None:
+    """Layers with the longest rows decide. Only budgets in units can be as large."""
+    refusal = refusal_of(OFFSETS_ON_CUDA, "cuda")
+    assert "--kv-budget" in refusal.message and "8,388,608" in refusal.message
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_head_size=lambda: model["size"],
+            hf_text_config=SimpleNamespace(global_head_dim=model.get("other_size")),
+            use_mla=model.get("use_mla", False),
+        )
+    )
+    for sinks in (0, 64):
+        for tokens in (2048, fits, fits + 64):
+            own = {"unit": 64, "num_sinks": sinks, "budget": tokens - sinks - 64}
+            policy = resolve({"name": "sink", **own})
+            assert policy.capacity == tokens, "and the unit that is being filled"
+            assert refusal.applies(config, policy) is (tokens > fits)
 
 
 VARIABLES_ON_CUDA: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -1209,6 +1254,32 @@ def test_a_cpu_with_triton_has_the_first_runner(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(KVPolicyError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         create(MODEL)
+
+
+def test_watermarks_need_the_second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs them in it whatever the variable says, so the variable is no way out."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    config = create(MODEL)
+    assert not config.use_v2_model_runner
+    config.watermark_config = WatermarkConfig(key=1)
+    assert config.use_v2_model_runner
+    with pytest.raises(KVPolicyError, match="--watermark-config") as refused:
+        check(config, resolve({"name": "cascade"}), DEVICES["cpu"].refusals)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"enable_fault_tolerance": True}, {"fault_tolerance_config": {}}, {}], ids=repr
+)
+def test_refused_fault_tolerance(flags: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM has it for experts, with an engine of several behind another load balancer."""
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    engine_of_two = {"data_parallel_size": 2, "data_parallel_rank": 0}
+    if not flags:
+        assert create(tmp_path, **engine_of_two).parallel_config.data_parallel_external_lb
+        return
+    with pytest.raises(KVPolicyError, match=r"--enable-fault-tolerance, .* remove one of the two"):
+        create(tmp_path, **engine_of_two, **flags)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "longrope", "yarn"])

@@ -39,6 +39,10 @@ try:
     from vllm.entrypoints.common.cli_args import make_arg_parser
 except ImportError:  # before vLLM 0.33
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.cli.benchmark.forward import BenchmarkForwardSubcommand
+except ImportError:  # before vLLM 0.33
+    BenchmarkForwardSubcommand = None
 
 
 def parse(*flags: str) -> EngineArgs:
@@ -200,6 +204,19 @@ def test_preloaded_weights_have_no_policy(flags: tuple[str, ...]) -> None:
     """The command's daemons could not build the model."""
     with pytest.raises(KVPolicyError, match="vllm preload holds weights and no cache"):
         PreloadSubcommand.cmd(served(*flags))
+
+
+@pytest.mark.skipif(BenchmarkForwardSubcommand is None, reason="new in vLLM 0.33")
+def test_a_model_without_a_worker_has_no_policy() -> None:
+    """The command calls the model runner itself; without a policy it goes on to its cases."""
+    parser = FlexibleArgumentParser()
+    BenchmarkForwardSubcommand.add_cli_args(parser)
+    with pytest.raises(ValueError, match="Pass at least one --case"):
+        BenchmarkForwardSubcommand.cmd(parser.parse_args([]))
+    in_config = ("--additional-config", '{"kv_policy": {"name": "sink"}}')
+    for flags in (("--kv-policy", "sink"), ("--kv-sessions",), in_config):
+        with pytest.raises(KVPolicyError, match=r"vllm bench forward .* vllm bench latency"):
+            BenchmarkForwardSubcommand.cmd(parser.parse_args(flags))
 
 
 @pytest.mark.parametrize(
@@ -435,7 +452,7 @@ def test_a_patch_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
             with pytest.raises(AttributeError, match="create_engine_config"):
                 patches.apply_all()
     done: list[str] = []
-    names = ("environment", "max_model_len", "engine_args", "pool_size", "preload")
+    names = ("environment", "max_model_len", "engine_args", "bench_forward", "pool_size", "preload")
     names += ("ready_response", "request_checks", "snapshot_create", "stat_loggers")
     for name in names:
         patch = importlib.import_module(f"vllm_cascade.patches.{name}")
@@ -497,6 +514,26 @@ def test_an_unchecked_vllm_runs_no_policy() -> None:
     assert made[2:] == [why, why, why]
     assert "Traceback" not in ran.stdout + ran.stderr
     assert "but vLLM 0.34.0 is installed" in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.33.0", True),
+        ("0.33.1", True),
+        ("0.33.1rc1", True),
+        ("0.33.0+cpu", True),
+        ("0.33.0+dev.7", True),  # a local tag
+        ("0.33.1rc1.dev214+g1a2b3c4", False),  # made after 0.33.0: the code of 0.34
+        ("0.33.0.dev0", False),
+        ("dev", False),  # what vLLM says of a checkout that was not installed
+    ],
+)
+def test_development_builds_run_no_policy(version: str, supported: bool) -> None:
+    why = patches.why_unsupported(version)
+    assert (why is None) is supported
+    if not supported:
+        assert "Development builds" in why and "VLLM_VERSION_OVERRIDE=0.33.0" in why
 
 
 def test_serve_help_lists_the_flags(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 OLDEST_CARD = DeviceCapability(8, 0)
 """Compute capability of the oldest cards that kernels are compiled for."""
 
+OFFSETS = 1 << 31
+"""Bound of the offsets, in numbers, by which CUDA's kernels reach a request's rows of a head."""
+
 
 class Device:
     """Everything that the engine asks of a device; one subclass per device, listed in ``DEVICES``.
@@ -169,6 +172,12 @@ class CPU(Device):
             "recall multiplies four channels of a key at once, and the model has a head size that "
             "is no multiple of 4; set --kv-recall 0",
         ),
+        Refusal(  # first, because vLLM then ignores the variable that the next message names
+            "watermarks on the CPU",
+            lambda config, _: config.watermark_config is not None,
+            "--watermark-config cannot be combined with --kv-policy on the CPU: vLLM watermarks in "
+            "Model Runner V2 only, which is not tested with a policy there; remove one of the two",
+        ),
         Refusal(
             "Model Runner V2 on the CPU",
             lambda config, _: config.use_v2_model_runner,
@@ -284,6 +293,14 @@ class CUDA(Device):
             "set overflow or --max-num-seqs to less, or --kv-keep-prompt 0",
         ),
         Refusal(
+            "cached tokens on CUDA",
+            lambda config, policy: policy.capacity * _row_size(config.model_config) >= OFFSETS,
+            "the kernels reach a request's cached rows of a head by offsets of 32 bits, so its "
+            "cached tokens times the channels of a row, which are a key's and a value's, must be "
+            f"below {OFFSETS:,}: with 128 channels each, fewer than {OFFSETS // 256:,} tokens; "
+            "lower --kv-budget, or --kv-keep-prompt or --kv-recall",
+        ),
+        Refusal(
             "recalled rows in 8 bits on CUDA",
             lambda _, policy: policy.recall > 0 and policy.recall_rows == "int8",
             "on CUDA recall stores rows as they are in the cache; set recall_rows to exact",
@@ -362,6 +379,11 @@ def _lacks_cpu_kernel(config: VllmConfig) -> bool:
 def _head_sizes(model: ModelConfig) -> tuple[int, int]:
     """Channels of heads; 0 where layers without windows have no other number of them."""
     return model.get_head_size(), getattr(model.hf_text_config, "global_head_dim", None) or 0
+
+
+def _row_size(model: ModelConfig) -> int:
+    """Channels of the longest cached rows: a key's and a value's, or a latent row's."""
+    return max(_head_sizes(model)) * (1 if model.use_mla else 2)
 
 
 DEVICES: dict[str, Device] = {device.name: device for device in (CPU(), CUDA())}

@@ -334,6 +334,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "take its cache's size instead of measuring their memory; remove one of the two",
     ),
     Refusal(
+        "fault tolerance",
+        lambda config, _: config.parallel_config.enable_fault_tolerance,
+        "--enable-fault-tolerance, which --fault-tolerance-config implies, cannot be combined with "
+        "--kv-policy: a step that fails has updated the pages of some layers only, and sessions "
+        "and snapshots would keep them; remove one of the two",
+    ),
+    Refusal(
         "quantised KV cache",
         lambda config, _: config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES),
         f"--kv-cache-dtype has an unsupported type; set it to auto or to one of {', '.join(CODES)}",
