@@ -109,6 +109,7 @@ class _StrideAligned(_Base):
         self._snapshots: SnapshotStore | None = self._manager.snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
         self._looked_up: set[str] = set()  # requests that this step looks for in the prefix cache
+        self._adapters: tuple[int, set[int]] = -1, set()  # how many requests run, and under which
         self._ended: dict[str, int] = {}
         self._drafted: list[tuple[Request, int]] = []  # with the first draft's index
         self._compare_with_pool()
@@ -398,7 +399,10 @@ class _StrideAligned(_Base):
         """
         if self.lora_config is None or request.lora_request is None:
             return False
-        run = {one.lora_request.lora_int_id for one in self.running if one.lora_request}
+        counted, run = self._adapters
+        if counted != len(self.running):  # once a step, and again when a request has started
+            run = {one.lora_request.lora_int_id for one in self.running if one.lora_request}
+            self._adapters = len(self.running), run
         return len(run | {request.lora_request.lora_int_id}) > self.lora_config.max_loras
 
     def _prompt_stops(self, request: Request) -> list[int]:
@@ -426,6 +430,7 @@ class _StrideAligned(_Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._looked_up.clear()
+        self._adapters = -1, set()  # the same number may be other requests
         output = super().schedule(*args, **kwargs)
         dropped: list[int] = []
         admitted = {request.request_id: hit for request, hit in self._admitted(output)}
