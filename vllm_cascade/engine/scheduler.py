@@ -42,6 +42,7 @@ from vllm_cascade.engine.session_header import page_bytes
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import shares_caches
+from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
@@ -136,6 +137,7 @@ class _StrideAligned(_Base):
         shape = model_shape(spec, len(group.layer_names))
         if not policy.recall or not shape.num_layers:
             return None
+        weight_updates.apply()  # a reset wakes an idle engine
         memory = open_memory(shape, policy, self.vllm_config)
         log_memory(memory, policy, self.vllm_config)
         return memory
@@ -523,9 +525,13 @@ class _StrideAligned(_Base):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def has_requests(self) -> bool:
-        """Whether the engine takes a step; also one in which workers only drop sessions."""
+        """Whether the engine takes a step; also one in which workers only drop states."""
         pending = self.sessions is not None and self.sessions.index.pending
-        return super().has_requests() or pending
+        return super().has_requests() or pending or self._drops_units()
+
+    def _drops_units(self) -> bool:
+        """Whether workers still hold evicted units of snapshots that were dropped."""
+        return self._memory is not None and self._snapshots is not None and self._snapshots.pending
 
     def shutdown(self) -> None:
         super().shutdown()
