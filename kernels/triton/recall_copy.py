@@ -28,8 +28,8 @@ def _copy_ring(
     TILE: tl.constexpr,
 ):
     """One chunk of one line; ``words``: of a unit."""
-    line = tl.program_id(0).to(tl.int64)
-    nth = tl.program_id(1)
+    nth = tl.program_id(0)  # a card allows few programs on the other axes
+    line = tl.program_id(1).to(tl.int64)
     chunk = tl.load(chunks + nth).to(tl.int64)
     size = tl.minimum(number - nth * CHUNK, CHUNK) * words
     ring += (line * ring_places + first + nth * CHUNK) * words
@@ -65,7 +65,7 @@ def copy_ring(
     lines, places, words = ring.shape
     assert ring.is_contiguous() and kept.is_contiguous() and ring.dtype == kept.dtype == torch.int32
     assert kept.shape[::2] == (lines, words) and number <= len(chunks) * size, kept.shape
-    _copy_ring[(lines, len(chunks))](
+    _copy_ring[(len(chunks), lines)](
         ring=ring,
         kept=kept,
         chunks=chunks,

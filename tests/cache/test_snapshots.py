@@ -6,6 +6,7 @@ a page that two requests wrote, a copy made too late, or a snapshot of something
 next read.
 """
 
+import queue
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -27,6 +30,7 @@ import vllm_cascade.engine.scheduler
 from tests.engine.test_scheduler import make_scheduler
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.recall.memory import RecallMemory
@@ -513,6 +517,35 @@ def test_a_reset_drops_snapshots_even_while_requests_run() -> None:
     w.scheduler.finish_requests(["running"], RequestStatus.FINISHED_ABORTED)
     assert serve(w, request("b", prompt)) == {"b": 0}
     assert stats(w)["evicted"] == 0
+
+
+def test_a_reset_wakes_an_idle_engine_with_recall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers free the evicted units of dropped snapshots in a step; then the engine is idle."""
+    # An earlier engine of this process may have replaced it.
+    monkeypatch.setattr(EngineCore, "reset_prefix_cache", weight_updates._reset)
+    w = worker(200, **RECALLING)
+    scheduler, core = w.scheduler, EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler, core.input_queue = scheduler, queue.Queue()
+    serve(w, request("a", [1] * 400))
+    scheduler.update_from_output(output := scheduler.schedule(), w.run(output))
+    (snapshot,) = scheduler._snapshots._by_key.values()
+    assert len(snapshot.log.chunks) > 0 and not scheduler.has_requests()
+    assert core.reset_prefix_cache() and scheduler.has_requests()
+    assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+    output = scheduler.schedule()
+    assert output.dropped_snapshots == (snapshot.blocks[0].block_id,)
+    scheduler.update_from_output(output, w.run(output))
+    assert not scheduler.has_requests()
+    assert core.reset_prefix_cache() and core.input_queue.empty(), "nothing is left to drop"
+
+
+def test_a_reset_without_recall_leaves_an_engine_idle() -> None:
+    """Workers hold nothing of snapshots but their pages."""
+    w = worker()
+    serve(w, request("a", [1] * 400))
+    w.scheduler.update_from_output(output := w.scheduler.schedule(), w.run(output))
+    assert len(w.scheduler._snapshots) == 1
+    assert w.scheduler.reset_prefix_cache() and not w.scheduler.has_requests()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

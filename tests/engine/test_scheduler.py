@@ -2,6 +2,7 @@
 """Prompt chunks end where strides end, under sync and async scheduling, and pages suffice."""
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -528,36 +529,46 @@ def test_prompts_with_pictures_end(seed: int) -> None:
             assert len(near) > 1 and any(p.offset == end for p in near)
 
 
-def test_adapters_that_run_do_not_exceed_their_limit() -> None:
-    """Also while a prompt under one is not scheduled, as less than a stride is left to it."""
-    from tests.cache.test_snapshots import HASHER  # which imports this file
+class Adapters:
+    """A scheduler with adapters: one request decodes, and two prompts begin in the next step.
 
-    scheduler = make_scheduler(
-        KVPolicyScheduler,
-        num_pages=80,
-        enable_prefix_caching=True,
-        enable_lora=True,
-        max_loras=1,
-        max_num_batched_tokens=48,
-    )
+    The step after that does not schedule the prompt under adapter 1: less than a stride is left.
+    """
 
-    def add(name: str, prompt: list[int], max_tokens: int, adapter: int = 0) -> Request:
+    def __init__(self, max_loras: int) -> None:
+        self.scheduler = scheduler = make_scheduler(
+            KVPolicyScheduler,
+            num_pages=80,
+            enable_prefix_caching=True,
+            enable_lora=True,
+            max_loras=max_loras,
+            max_num_batched_tokens=48,
+        )
+        first = self.add("first", list(range(1, 65)), 1)
+        while not first.is_finished():
+            finish_step(scheduler, scheduler.schedule())
+        self.decodes = self.add("decodes", [99], 60)
+        finish_step(scheduler, scheduler.schedule())
+        # Its first chunk ends early, where the prefix ends that it shares with the first request.
+        self.add("prompt", [*range(1, 17), *range(200, 264)], 60)
+        self.under_1 = self.add("under 1", list(range(300, 380)), 4, adapter=1)
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, adapter: int = 0) -> Request:
+        from tests.cache.test_snapshots import HASHER  # which imports this file
+
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         params.update_from_generation_config({}, 0)
         lora = LoRARequest(f"adapter {adapter}", adapter, "/nowhere") if adapter else None
         one = Request(name, prompt, params, None, lora_request=lora, block_hasher=HASHER)
-        scheduler.add_request(one)
+        self.scheduler.add_request(one)
         return one
 
-    first = add("first", list(range(1, 65)), 1)
-    while not first.is_finished():
-        finish_step(scheduler, scheduler.schedule())
-    decodes = add("decodes", [99], 60)
-    finish_step(scheduler, scheduler.schedule())
-    # Its first chunk ends early, where the prefix ends that it shares with the first request.
-    add("prompt", [*range(1, 17), *range(200, 264)], 60)
-    under_1 = add("under 1", list(range(300, 380)), 4, adapter=1)
-    under_2 = add("under 2", list(range(400, 410)), 40, adapter=2)
+
+def test_adapters_that_run_do_not_exceed_their_limit() -> None:
+    """Also while a prompt under one is not scheduled, as less than a stride is left to it."""
+    adapters = Adapters(max_loras=1)
+    scheduler, under_1, decodes = adapters.scheduler, adapters.under_1, adapters.decodes
+    under_2 = adapters.add("under 2", list(range(400, 410)), 40, adapter=2)
     steps = []
     while not (under_1.is_finished() and under_2.is_finished()):
         output = scheduler.schedule()
@@ -568,3 +579,44 @@ def test_adapters_that_run_do_not_exceed_their_limit() -> None:
     assert steps[0] == {"decodes": 1, "prompt": 16, "under 1": 16}
     assert steps[1] == {"decodes": 1, "prompt": 32}
     assert decodes.num_output_tokens > 40
+
+
+def test_adapters_that_start_in_a_step_count_in_it() -> None:
+    """Beside one that runs, but whose prompt is not scheduled in that step."""
+    adapters = Adapters(max_loras=2)
+    scheduler = adapters.scheduler
+    finish_step(scheduler, scheduler.schedule())
+    adapters.add("under 2", [400, 401], 40, adapter=2)
+    adapters.add("under 3", [500, 501], 40, adapter=3)
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"decodes": 1, "prompt": 32, "under 2": 2}
+    assert adapters.under_1 in scheduler.running
+
+
+class Walked(list[Request]):
+    """Requests, and how often all of them were visited."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_running_adapters_are_counted_once_a_step() -> None:
+    """However many requests wait for another adapter: vLLM asks for each in every step."""
+    adapters = Adapters(max_loras=1)
+    scheduler = adapters.scheduler
+    finish_step(scheduler, scheduler.schedule())
+    scheduler.running = running = Walked(scheduler.running)
+    times = []
+    for first, last in ((0, 1), (1, 50)):
+        for i in range(first, last):
+            adapters.add(f"waits {i}", [i + 400], 4, adapter=2)
+        running.times = 0
+        output = scheduler.schedule()
+        assert "decodes" in output.num_scheduled_tokens and scheduler.running is running
+        assert len(running) == 3 and scheduler.get_request_counts() == (3, last)
+        times.append(running.times)
+        finish_step(scheduler, output)
+    assert times[1] == times[0] > 0

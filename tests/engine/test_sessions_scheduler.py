@@ -29,6 +29,7 @@ from vllm_cascade.engine.scheduler import KVPolicyScheduler
 from vllm_cascade.engine.session_header import policy_settings
 from vllm_cascade.engine.session_metrics import LOST, MISSES
 from vllm_cascade.engine.sessions import SchedulerSessions
+from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
@@ -353,6 +354,15 @@ def test_weights_that_change(call: str, tmp_path: Path) -> None:
     ask(scheduler, [*history, 5])
     assert index.counters.hits == {"memory": 1} and index.counters.kept == 2
     scheduler.shutdown()
+
+
+def test_an_engine_calls_its_workers_before_it_has_a_scheduler() -> None:
+    """A later engine of the process, which may keep no sessions, and fits its maximum length."""
+    weight_updates.apply()
+    core = EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, *_: [method])  # type: ignore[assignment]
+    for call in ("update_max_model_len", "reload_weights"):
+        assert core.collective_rpc(call, args=(64,)) == [call]
 
 
 def test_a_reset_wakes_an_idle_engine(scheduler: Any) -> None:

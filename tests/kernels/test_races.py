@@ -106,6 +106,7 @@ GROUPS: dict[str, list[Check]] = {
         *on_cpu(checks.check_insert_units, *(case for case in CODED if case.unit > 1)),
         *on_cpu(checks.check_drafts, *CODED),
     ],
+    "copy": [partial(recall.test_a_ring_in_chunks, number, 5) for number in (1, 10, 12)],
     "recall-strides": on_cpu(check_insert_strides, *at_units(recall.CASES), recalls=True),
 }
 QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1,

@@ -4,6 +4,8 @@
 ``tests/kernels/recall_checks.py`` fills rings and pages with junk and compares all of them.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from tests.kernels.recall_calls import empty
 from tests.kernels.references import chosen_reference
 from tests.kernels.stride_checks import check_insert_strides
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton import recall, recall_choose
+from vllm_cascade.kernels.triton import recall, recall_choose, recall_copy
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.recall import Judge, span_of, tile_of_units
 from vllm_cascade.kernels.triton.recall_choose import MOST_TILE
@@ -249,3 +251,23 @@ def test_a_ring_in_chunks(number: int, words: int) -> None:
     restored[:, 20 : 20 + number] = ring[:, first : first + number]
     copy_ring(other, kept, numbers, size, number, 20, restores=True)
     assert torch.equal(other, restored) and torch.equal(kept, expected)
+
+
+def test_the_grid_of_a_long_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a grid's first axis has room for the chunks of a long store; nothing runs here."""
+    grids: list[tuple[int, ...]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **_: grids.append(grid)
+
+    monkeypatch.setattr(recall_copy, "_copy_ring", Noted())
+    lines, num_chunks, size = 6, 70_000, 16
+    units = num_chunks * size
+    ring, kept = (torch.empty(lines, units, 4, dtype=torch.int32, device="meta") for _ in "rk")
+    chunks = torch.empty(num_chunks, dtype=torch.int32, device="meta")
+    for restores in (False, True):
+        copy_ring(ring, kept, chunks, size, units, 0, restores)
+    assert len(grids) == 2
+    assert all(math.prod(grid) == lines * num_chunks for grid in grids), grids
+    assert all(max(grid[1:]) <= MOST_PROGRAMS for grid in grids), grids

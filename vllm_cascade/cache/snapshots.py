@@ -245,6 +245,11 @@ class SnapshotStore:
         self.pool.unpin_blocks(pinned, self._on_reuse)
         return copies
 
+    @property
+    def pending(self) -> bool:
+        """Whether ``take_dropped`` has pages to return."""
+        return bool(self._dropped)
+
     def take_dropped(self) -> list[int]:
         """First pages of the snapshots dropped since the last call."""
         dropped, self._dropped = self._dropped, []

@@ -42,6 +42,7 @@ from vllm_cascade.engine.session_header import page_bytes
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import shares_caches
+from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
@@ -109,6 +110,7 @@ class _StrideAligned(_Base):
         self._snapshots: SnapshotStore | None = self._manager.snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
         self._looked_up: set[str] = set()  # requests that this step looks for in the prefix cache
+        self._adapters: tuple[int, set[int]] = -1, set()  # how many requests run, and under which
         self._ended: dict[str, int] = {}
         self._drafted: list[tuple[Request, int]] = []  # with the first draft's index
         self._compare_with_pool()
@@ -135,6 +137,7 @@ class _StrideAligned(_Base):
         shape = model_shape(spec, len(group.layer_names))
         if not policy.recall or not shape.num_layers:
             return None
+        weight_updates.apply()  # a reset wakes an idle engine
         memory = open_memory(shape, policy, self.vllm_config)
         log_memory(memory, policy, self.vllm_config)
         return memory
@@ -398,7 +401,10 @@ class _StrideAligned(_Base):
         """
         if self.lora_config is None or request.lora_request is None:
             return False
-        run = {one.lora_request.lora_int_id for one in self.running if one.lora_request}
+        counted, run = self._adapters
+        if counted != len(self.running):  # once a step, and again when a request has started
+            run = {one.lora_request.lora_int_id for one in self.running if one.lora_request}
+            self._adapters = len(self.running), run
         return len(run | {request.lora_request.lora_int_id}) > self.lora_config.max_loras
 
     def _prompt_stops(self, request: Request) -> list[int]:
@@ -426,6 +432,7 @@ class _StrideAligned(_Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._looked_up.clear()
+        self._adapters = -1, set()  # the same number may be other requests
         output = super().schedule(*args, **kwargs)
         dropped: list[int] = []
         admitted = {request.request_id: hit for request, hit in self._admitted(output)}
@@ -518,9 +525,13 @@ class _StrideAligned(_Base):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def has_requests(self) -> bool:
-        """Whether the engine takes a step; also one in which workers only drop sessions."""
+        """Whether the engine takes a step; also one in which workers only drop states."""
         pending = self.sessions is not None and self.sessions.index.pending
-        return super().has_requests() or pending
+        return super().has_requests() or pending or self._drops_units()
+
+    def _drops_units(self) -> bool:
+        """Whether workers still hold evicted units of snapshots that were dropped."""
+        return self._memory is not None and self._snapshots is not None and self._snapshots.pending
 
     def shutdown(self) -> None:
         super().shutdown()
