@@ -266,7 +266,7 @@ class KVPolicyWorker(SessionWorker):
             norms.restore()
 
     def _end_loading(self) -> None:
-        """Read from changed weights what was read after the first load."""
+        """Do again with changed weights what was done after the first load."""
         self._loading = False
         for norms in self._key_norms:
             norms.move()
