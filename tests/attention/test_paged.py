@@ -12,6 +12,10 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.offloader.prefetch import _CpuParamOffloader
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
@@ -795,6 +799,37 @@ def test_sinks_of_changed_weights(path: str, monkeypatch: pytest.MonkeyPatch) ->
         one.impl.read_sinks()
     for begin, end in ((24, 25), (25, 41), (41, 42)):
         assert torch.equal(step(layer, begin, end), step(other, begin, end))
+
+
+def test_sinks_of_offloaded_layers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's prefetch offloading points their parameters at one buffer before ``prepare``."""
+    shape, settings = Shape(sinks=True), {"name": "sink", "budget": 16, "prefill_stride": 8}
+    heads = shape.num_kv_heads * shape.group
+    buffer, prepare = torch.full((heads,), 5.0), CPUKVPolicyImpl.prepare
+
+    def loaded(impl: CPUKVPolicyImpl, *args: Any, **kwargs: Any) -> None:
+        """What vLLM does between the load of a model and the pool of pages."""
+        block, layer = nn.Module(), Attention.__new__(Attention)
+        nn.Module.__init__(layer)
+        block.sinks, layer.impl, layer.quant_config = impl.sinks, impl, None
+        set_default_quant_scales(layer, register_buffer=True)
+        offloader = _CpuParamOffloader(block, "sinks")
+        layer.process_weights_after_loading(torch.float32)
+        offloader.sync_cpu_storage()
+        offloader.assign_static_buffer(buffer)
+        prepare(impl, *args, **kwargs)
+
+    for first in (-2.0, 1.0):
+        own = torch.linspace(first, 3.0, heads)
+        monkeypatch.setattr(Shape, "sink_logits", own)
+        resident = PagedLayer(shape, settings, 4).impl
+        monkeypatch.setattr(Shape, "sink_logits", nn.Parameter(own.clone(), requires_grad=False))
+        monkeypatch.setattr(CPUKVPolicyImpl, "prepare", loaded)
+        offloaded = PagedLayer(shape, settings, 4).impl
+        monkeypatch.setattr(CPUKVPolicyImpl, "prepare", prepare)
+        assert offloaded.sinks is not None and offloaded.sinks.data_ptr() == buffer.data_ptr()
+        for impl in (resident, offloaded):
+            assert torch.equal(impl.layer_config.sinks.flatten(), own)
 
 
 @pytest.mark.parametrize("recall", [0, 3])

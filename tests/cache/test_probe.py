@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.oracle.families import COMMON, FAMILIES, Family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS
-from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
 from vllm_cascade.models import probe
 from vllm_cascade.models.architectures import frequencies
-from vllm_cascade.models.norms import move_key_weights
+from vllm_cascade.models.norms import KeyNorms
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -46,7 +44,7 @@ def noted(
         if weight.dim() == 1 and name.endswith("weight"):
             weight.data += 0.3 * torch.randn_like(weight)
     if moved:
-        move_key_weights(model, config)
+        KeyNorms(model, config).move()
     model.to(dtype)
     seen: dict[int, Any] = {}
 
@@ -166,51 +164,3 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "frequencies", lambda *_: inv_freq)
     found = probe.rotaries_of(model, {"layers.0.attn": Attention()}, config)["layers.0.attn"]
     assert found is not None and found.inv_freq is inv_freq and not found.is_neox
-
-
-@pytest.mark.parametrize("call", ["reload_weights", "finish_weight_update"])
-def test_weights_that_change(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of vLLM's ways to change a running model's weights: what the first ones had is done."""
-    order: list[str] = []
-    monkeypatch.setattr(CPUWorker, call, lambda self: order.append("vLLM"))
-    worker = CPUKVPolicyWorker.__new__(CPUKVPolicyWorker)
-    monkeypatch.setattr(worker, "_move_key_weights", lambda: order.append("keys"), raising=False)
-    impl = SimpleNamespace(
-        read_sinks=lambda: order.append("sinks"),
-        read_scales=lambda scales: order.append(f"scales {scales}"),
-    )
-
-    def layer(scale: float, owner: str | None = None) -> SimpleNamespace:
-        scales = {"_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(2 * scale)}
-        return SimpleNamespace(
-            impl=impl, kv_cache_dtype="fp8", kv_sharing_target_layer_name=owner, **scales
-        )
-
-    layers = {"layers.0": layer(0.5), "layers.1": layer(4.0, "layers.0")}
-    monkeypatch.setattr(worker, "_all_layers", lambda: layers, raising=False)
-    getattr(worker, call)()
-    both = ["sinks", "scales (0.5, 1.0)"]  # a layer reads its owner's rows
-    assert order == ["vLLM", "keys", *both, *both]
-
-
-def test_norms_of_a_drafting_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cached keys are moved as the model's are, so its norms are, too."""
-    models = {name: nn.Module() for name in ("target", "drafting")}
-    for model in models.values():
-        model.query_layernorm, model.key_layernorm = nn.RMSNorm(4), nn.RMSNorm(4)
-        nn.init.constant_(model.query_layernorm.weight, 3.0)
-        nn.init.constant_(model.key_layernorm.weight, 2.0)
-    config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="hunyuan_v1_dense"))
-    worker = CPUKVPolicyWorker.__new__(CPUKVPolicyWorker)
-    worker.model_config = config
-    worker.model_runner = SimpleNamespace(get_model=lambda: models["target"])
-    drafts = SimpleNamespace(draft_model_config=config, num_speculative_tokens=1)
-    worker.vllm_config = SimpleNamespace(speculative_config=drafts, num_speculative_tokens=1)
-    drafter = SimpleNamespace(model=models["drafting"], layer_names=set())
-    monkeypatch.setattr(worker, "_drafter", drafter, raising=False)
-    monkeypatch.setattr(worker, "_all_layers", dict)
-    for _ in range(2):  # again when weights change: drafting ones stay
-        worker._move_key_weights()
-        for model in models.values():
-            assert model.query_layernorm.weight.tolist() == [6.0] * 4
-            assert model.key_layernorm.weight.tolist() == [1.0] * 4

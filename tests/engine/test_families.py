@@ -8,6 +8,7 @@ around explicit token lists (tests/oracle/streamed.py).
 
 import math
 import multiprocessing
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.cpp_library import CALLS
@@ -279,3 +282,31 @@ def test_family(
         assert plain_shapes(llm) == SHAPES[family]
         (layers,) = llm.collective_rpc("_all_layers")  # chunks need memory as windows do
         assert {layer.impl.window for layer in layers.values()} == {WINDOW, None}
+
+
+def other_checkpoint(path: Path, folder: Path, change: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A copy of a checkpoint with other numbers in all weights of this name; and these weights."""
+    other = shutil.copytree(path, folder / "other")
+    weights = load_file(other / "model.safetensors")
+    changed = {name: w.flip(0) + 0.5 for name, w in weights.items() if change in name}
+    save_file({**weights, **changed}, other / "model.safetensors", {"format": "pt"})
+    return other, changed
+
+
+@pytest.mark.slow
+def test_sinks_that_are_loaded_into_an_engine(
+    engine_pool: EnginePool, model_of: Any, tmp_path: Path
+) -> None:
+    """By the model's own method, as a worker extension does. In bfloat16, kernels have a copy."""
+    path, settings = model_of("gpt-oss"), POLICIES["cascade-heads"]
+    other, sinks = other_checkpoint(path, tmp_path, "sinks")
+    assert len(sinks) == 4
+    prompts = [random_tokens(1, 300)]
+    wanted = ask(engine(engine_pool, other, settings, {}, dtype="bfloat16"), prompts)
+    llm = engine(engine_pool, path, settings, {}, dtype="bfloat16")
+    before = ask(llm, prompts)
+    assert before[0][2] != wanted[0][2]
+    llm.apply_model(lambda model: model.load_weights(sinks.items()))
+    llm.reset_prefix_cache()
+    assert ask(llm, prompts) == wanted
+    engine_pool.close()  # no other test expects these weights

@@ -101,7 +101,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
                 "it to auto"
             )
         self.window = sliding_window
-        self.sinks = sinks  # read in prepare(): weights are loaded after this
+        self.sinks = sinks  # weights are loaded after this
+        self._own_sinks: torch.Tensor | None = None
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -130,6 +131,13 @@ class KVPolicyImpl(AttentionImpl[Any]):
         assert self._pages is not None, "prepare() was not called"
         return self._pages
 
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Copy learned sinks while their parameter is the layer's own.
+
+        Later, vLLM's prefetch offloading may point it at a buffer that layers share.
+        """
+        self.read_sinks()
+
     def prepare(
         self,
         spec: KVPolicySpec,
@@ -156,8 +164,11 @@ class KVPolicyImpl(AttentionImpl[Any]):
         # All ranks must keep the same tokens if they share the heads of a set.
         shared = spec.policy.head_policy == "homogeneous" or spec.latent
         together = num_ranks > 1 and shared and spec.window is None  # windows compare no scores
-        sinks = self.sinks
-        rotation = None
+        if self._own_sinks is None:
+            self.read_sinks()
+        if self._own_sinks is not None:
+            self._own_sinks = self._own_sinks.to(device)
+        sinks, rotation = self._own_sinks, None
         if rotary is not None:
             rotation = rotation_table(
                 rotary.inv_freq, spec.max_distance, device, forward=spec.policy.recalled
@@ -180,7 +191,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             over_ranks=self.exchanges.over_ranks if together else None,
             window=spec.window,
             chunked=spec.chunked,
-            sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
+            sinks=None if sinks is None else sinks.view(self.num_kv_heads, -1),
             dtype=dtype,
             salts=self._salts_of(spec, place, device),
             latent=self.latent,
@@ -209,10 +220,14 @@ class KVPolicyImpl(AttentionImpl[Any]):
         raise NotImplementedError
 
     def read_sinks(self) -> None:
-        """Take new learned sinks from the model's weights, in the memory that graphs have read."""
-        if self._layer is not None and self._layer.sinks is not None:
-            assert self.sinks is not None
-            self._layer.sinks.copy_(self.sinks.detach().view_as(self._layer.sinks))
+        """Copy learned sinks from the model's weights; later calls write to the same memory."""
+        if self.sinks is None:
+            return
+        if self._own_sinks is None:
+            # On the host: what is on the device now may be dropped when the engine sleeps.
+            self._own_sinks = self.sinks.detach().to("cpu", torch.float32, copy=True)
+        else:
+            self._own_sinks.copy_(self.sinks.detach())
 
     def read_scales(self, scales: tuple[float, float]) -> None:
         """Take new scales of keys and values, in the memory that graphs have read."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
+from functools import wraps
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from vllm.config import ModelConfig, get_layers_from_vllm_config, set_current_vl
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.offloader import PrefetchOffloader, get_offloader
 from vllm.v1.attention.backends.mla.prefill.registry import (
     MLAPrefillBackendEnum,
     register_mla_prefill_backend,
@@ -39,7 +41,7 @@ from vllm_cascade.engine.session_worker import SessionWorker
 from vllm_cascade.engine.stages import of_all_stages, own_part
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import learns_positions, loops
-from vllm_cascade.models.norms import move_key_weights
+from vllm_cascade.models.norms import KeyNorms
 from vllm_cascade.models.probe import rotaries_of
 from vllm_cascade.models.rotary import choose_long_tables, longest
 from vllm_cascade.policies.registry import policy_of
@@ -100,6 +102,21 @@ def beside_owners(config: KVCacheConfig, owners: Mapping[str, str]) -> KVCacheCo
     return config
 
 
+def check_resident() -> None:
+    """Check that a load of weights would reach all of them.
+
+    Raises:
+        KVPolicyError: vLLM offloads some by prefetch.
+    """
+    offloader = get_offloader()
+    if isinstance(offloader, PrefetchOffloader) and offloader.module_offloaders:
+        raise KVPolicyError(
+            "kv_policy: new weights cannot be loaded into a running engine whose weights vLLM "
+            "offloads by prefetch: they would go to a buffer that layers share; remove "
+            "--offload-group-size, or use --cpu-offload-gb instead"
+        )
+
+
 class Loaded(NamedTuple):
     """A loaded model, its configuration, and its attention layers by name."""
 
@@ -113,6 +130,8 @@ class KVPolicyWorker(SessionWorker):
 
     _requests: Requests = Requests()
     _drafts: Drafts | None = None
+    _key_norms: Sequence[KeyNorms] = ()
+    _loading = False
     _block_size: int
 
     @contextmanager
@@ -151,7 +170,7 @@ class KVPolicyWorker(SessionWorker):
                 impl.window = layer.attention_chunk_size  # it does not tell its backend
         for one in self._models():
             choose_long_tables(one.model, longest(policy, self.model_config))
-        self._move_key_weights()
+        self._watch_weights()
         self._bound_caches(self.model_runner)
         assert self.device is not None, "init_device sets it"
         entry = self.device_entry
@@ -180,26 +199,85 @@ class KVPolicyWorker(SessionWorker):
             shapes += shapes_of_layers(layers, own, rotaries, config.dtype, self._block_size)
         return tuple(dict.fromkeys(shapes))
 
+    # --- weights that change ------------------------------------------------------------------
+
+    def _watch_weights(self) -> None:
+        """Move the weights of key norms, now and after every load, whatever calls for it."""
+        models = self._models()
+        self._key_norms = [KeyNorms(one.model, one.config.hf_text_config) for one in models]
+        for norms in self._key_norms:
+            norms.move()
+        for one in models:
+            self._watch_loads(one.model)
+
+    def _watch_loads(self, model: Any) -> None:
+        stock = model.load_weights
+
+        @wraps(stock)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            with self._new_weights():
+                return stock(*args, **kwargs)
+
+        model.load_weights = load_weights
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        super().reload_weights(*args, **kwargs)
-        self._read_weights()
+        with self._new_weights():
+            super().reload_weights(*args, **kwargs)
+        self._read_scales()
+
+    def start_weight_update(self) -> None:
+        check_resident()
+        super().start_weight_update()
+        self._begin_loading()
+
+    def start_draft_weight_update(self) -> None:
+        check_resident()
+        super().start_draft_weight_update()
+        self._begin_loading()
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().update_weights(*args, **kwargs)
+        except BaseException:
+            self._end_loading()  # so has vLLM
+            raise
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        self._read_weights()
+        self._end_loading()
+        self._read_scales()
 
-    def _read_weights(self) -> None:
-        """Read from changed weights what was read after the first load."""
-        self._move_key_weights()
+    @contextmanager
+    def _new_weights(self) -> Iterator[None]:
+        """Let weights be loaded in this context, unless they already are, in an update."""
+        if self._loading:
+            yield
+            return
+        check_resident()
+        self._begin_loading()
+        try:
+            yield
+        finally:
+            self._end_loading()
+
+    def _begin_loading(self) -> None:
+        self._loading = True
+        for norms in self._key_norms:
+            norms.restore()
+
+    def _end_loading(self) -> None:
+        """Do again with changed weights what was done after the first load."""
+        self._loading = False
+        for norms in self._key_norms:
+            norms.move()
+        for layer in self._all_layers().values():
+            layer.impl.read_sinks()
+
+    def _read_scales(self) -> None:
         layers = self._all_layers()
         owners = owners_of(layers)
         for name, layer in layers.items():
-            layer.impl.read_sinks()
             layer.impl.read_scales(scales_of(layers[owners.get(name, name)]))
-
-    def _move_key_weights(self) -> None:
-        for one in self._models():
-            move_key_weights(one.model, one.config.hf_text_config)
 
     def _bounded(self, stock: Callable[[], dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
         """The specs of the model's layers under the policy; ``stock`` returns vLLM's."""

@@ -25,18 +25,44 @@ def normalises_rotated(config: Any) -> bool:
     return getattr(config, "model_type", "") in AFTER_ROTATION
 
 
-@torch.no_grad()
-def move_key_weights(model: nn.Module, config: Any) -> None:
-    """Move them in every attention block; called after weights are loaded, and changes them.
+class KeyNorms:
+    """A model's norms of queries and keys, whose weights ``move`` changes in place.
 
-    Args:
-        config: the text model's configuration.
+    Loaders must find the weights of the checkpoint: one may bring a single tensor, or some elements
+    of it, and keep the rest. So ``restore`` comes before a load and ``move`` after it.
     """
-    if not normalises_rotated(config):
-        return
-    names = AFTER_ROTATION[config.model_type]
-    for block in model.modules():
-        of_queries, of_keys = (getattr(block, name, None) for name in names)
-        if of_queries is not None and of_keys is not None:
-            of_queries.weight.mul_(of_keys.weight)
-            of_keys.weight.fill_(1)
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        """Find the norms of every attention block.
+
+        Args:
+            model: its weights are loaded.
+            config: the text model's configuration.
+        """
+        names = AFTER_ROTATION.get(getattr(config, "model_type", ""))
+        # Parameters: vLLM's reload puts others into the modules until it has filled these.
+        self._weights: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._loaded: list[tuple[nn.Parameter, torch.Tensor]] = []
+        if names is None:
+            return
+        for block in model.modules():
+            of_queries, of_keys = (getattr(block, name, None) for name in names)
+            if of_queries is not None and of_keys is not None:
+                self._weights.append((of_queries.weight, of_keys.weight))
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move the weights of keys to queries; no effect on weights that are moved."""
+        if self._loaded:
+            return
+        for queries, keys in self._weights:
+            self._loaded += [(queries, queries.clone()), (keys, keys.clone())]
+            queries.mul_(keys)
+            keys.fill_(1)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the weights as they were loaded; no effect on weights that are not moved."""
+        for weight, loaded in self._loaded:
+            weight.copy_(loaded)
+        self._loaded = []
