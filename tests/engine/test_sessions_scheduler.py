@@ -330,23 +330,30 @@ def test_an_idle_engine_hears_of_a_named_turns_file(fails: bool, tmp_path: Path)
     for _ in range(3):
         assert scheduler.has_requests() and not index.pending
         finish_step(scheduler, scheduler.schedule())
-    scheduler.sessions.note(Report(**{"unwritten" if fails else "written": [second.id]}))
+    end = time.monotonic() + 30
+    while scheduler.sessions._names._version != index.names_version:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    done = [second.id]
+    scheduler.sessions.note(Report(unwritten=done) if fails else Report(written=done))
     if fails:
         finish_step(scheduler, scheduler.schedule())  # workers remove what they have written
     assert not scheduler.has_requests()
-    expected, end = first.id if fails else second.id, time.monotonic() + 30
-    while not (tmp_path / "names.json").exists() or expected not in names_in(tmp_path).values():
+    while [*names_in(tmp_path).values()] != [first.id if fails else second.id]:
         assert time.monotonic() < end
         time.sleep(0.01)
     scheduler.shutdown()
 
 
-def test_an_idle_engine_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+def test_an_idle_engine_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler = in_folder(tmp_path)
     ask(scheduler, PROMPT, kv_session="chat")
     assert scheduler.has_requests()
     scheduler.sessions._heard -= sessions.MOST_SILENT
     assert not scheduler.has_requests()
+    monkeypatch.setattr(scheduler.sessions, "note", lambda report: None)
     ask(scheduler, [5, 6])
     assert scheduler.has_requests(), "workers have got another file to write"
     scheduler.shutdown()

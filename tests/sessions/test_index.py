@@ -660,7 +660,7 @@ def test_requests_that_wait_look_for_room_once(monkeypatch: pytest.MonkeyPatch) 
     assert calls["looked"] == 1 and not any(one.reading for one in found)
 
 
-@pytest.mark.parametrize("change", ["left", "started", "forgotten", "written"])
+@pytest.mark.parametrize("change", ["left", "started", "forgotten", "written", "read"])
 def test_what_makes_room_lets_a_request_look_again(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +668,9 @@ def test_what_makes_room_lets_a_request_look_again(
     first, waits = found[0], found[100]
     if change == "written":
         index._set_disk(first, writing=True)
+        index.leave(first, "started")
+    elif change == "read":
+        index._set_memory(first, reading=True)
         index.leave(first, "started")
     assert not index.ready(waits, "r") and not index.ready(found[101], "s")
     assert calls["looked"] == 1
@@ -677,8 +680,10 @@ def test_what_makes_room_lets_a_request_look_again(
         index.restore(first, "started", (1,), "memory", 0)
     elif change == "forgotten":
         index.forget(first)
-    else:
+    elif change == "written":
         index.note(Report(written=[first.id]))
+    else:
+        index.note(Report(read={first.id: 0.1}))
     assert not index.ready(waits, "r") and waits.reading and not first.in_memory
     assert index.used["memory"] == 1000
     assert not index.ready(found[101], "s") and not found[101].reading
@@ -775,6 +780,10 @@ def test_a_name_of_a_turn_without_a_file_is_the_turns_before() -> None:
     index.note(Report(written=[first]))
     assert index.names() == {"chat": first} and index.names_version > version
     assert not index.unsettled
+    third = index.keep("c", [1, 2, 3, 4], 10, (1,), 0, name="chat", before=second)
+    assert third is not None and not third.writing and index.unsettled, "its copy may fail"
+    index.note(Report(unsaved=[third.id]))
+    assert index.names() == {"chat": first} and not index.unsettled
 
 
 @pytest.mark.parametrize("end", ["written", "unwritten", "unsaved", "dropped", "replaced"])
@@ -800,7 +809,8 @@ def test_reports_that_names_wait_for(end: str) -> None:
     else:
         index.note(Report(saved=[kept.id]))
         assert index.unsettled
-        index.note(Report(**{end: [kept.id]}))
+        done = [kept.id]
+        index.note(Report(written=done) if end == "written" else Report(unwritten=done))
     assert not index.unsettled and index._unfinished == 0
 
 
