@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -33,9 +35,9 @@ from vllm_cascade.patches import weight_updates
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
-from vllm_cascade.sessions import session
+from vllm_cascade.sessions import files, session
 from vllm_cascade.sessions.folder import Folder
-from vllm_cascade.sessions.session import Report
+from vllm_cascade.sessions.session import Prefixes, Report
 
 PROMPT = list(range(1, 21))
 
@@ -276,6 +278,88 @@ def test_names_are_in_one_file(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def write_file(folder: Path, command: Any, rank: int, world: int, **other: str) -> None:
+    """Write a rank's file, as a worker does."""
+    path = folder / files.file_name(command.id, rank, world)
+    header = {**command.header, "rank": f"{rank}of{world}", **other}
+    files.write(path, header, {"pages.0000": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("files_of", ["all ranks", "one rank", "another write", "none"])
+def test_a_stop_before_the_last_turns_file_is_reported(files_of: str, tmp_path: Path) -> None:
+    """The name moves to the newest turn if all of its file is there, else it stays."""
+    scheduler = in_folder(tmp_path)
+    scheduler.sessions._world = world = 2
+    index = index_of(scheduler)
+    history = ask(scheduler, PROMPT, kv_session="chat")
+    (first,) = index._sessions.values()
+    scheduler.sessions.note(Report(written=[first.id]))
+    one = add(scheduler, [*history, 7, 8], kv_session="chat")
+    while not one.is_finished():
+        finish_step(scheduler, scheduler.schedule())
+    output = scheduler.schedule()
+    (command,) = (command for command in output.sessions if command.op == "write")
+    second = index._sessions[command.id]
+    finish_step(scheduler, output)
+    assert second.writing and not second.on_disk and first.on_disk
+    for rank in range({"none": 0, "one rank": 1}.get(files_of, world)):
+        other = {"stamp": "0"} if files_of == "another write" and rank else {}
+        write_file(tmp_path, command, rank, world, **other)
+    scheduler.shutdown()
+    ((_, id_),) = names_in(tmp_path).items()
+    assert id_ == (second.id if files_of == "all ranks" else first.id)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_idle_engine_hears_of_a_named_turns_file(fails: bool, tmp_path: Path) -> None:
+    """It takes steps until the file is reported; then names are written without a further step."""
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    ask(scheduler, [5, 6])
+    ask(scheduler, PROMPT)
+    assert not scheduler.has_requests(), "no session has a name"
+    unnamed = [one.id for one in index._sessions.values()]
+    index.note(Report(written=unnamed))
+    history = ask(scheduler, PROMPT[:9], kv_session="chat")
+    first = next(iter(index._by_name.values()))
+    finish_step(scheduler, scheduler.schedule())
+    assert first.writing and scheduler.has_requests() and not scheduler.has_unfinished_requests()
+    scheduler.sessions.note(Report(written=[first.id]))
+    assert not scheduler.has_requests()
+    ask(scheduler, [*history, 7], kv_session="chat")
+    second = next(iter(index._by_name.values()))
+    for _ in range(3):
+        assert scheduler.has_requests() and not index.pending
+        finish_step(scheduler, scheduler.schedule())
+    end = time.monotonic() + 30
+    while scheduler.sessions._names._version != index.names_version:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    done = [second.id]
+    scheduler.sessions.note(Report(unwritten=done) if fails else Report(written=done))
+    if fails:
+        finish_step(scheduler, scheduler.schedule())  # workers remove what they have written
+    assert not scheduler.has_requests()
+    while [*names_in(tmp_path).values()] != [first.id if fails else second.id]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    scheduler.shutdown()
+
+
+def test_an_idle_engine_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = in_folder(tmp_path)
+    ask(scheduler, PROMPT, kv_session="chat")
+    assert scheduler.has_requests()
+    scheduler.sessions._heard -= sessions.MOST_SILENT
+    assert not scheduler.has_requests()
+    monkeypatch.setattr(scheduler.sessions, "note", lambda report: None)
+    ask(scheduler, [5, 6])
+    assert scheduler.has_requests(), "workers have got another file to write"
+    scheduler.shutdown()
+
+
 def test_names_are_not_written_with_every_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,6 +565,63 @@ def test_a_waiting_request_is_hashed_once(scheduler: Any, monkeypatch: pytest.Mo
     assert sorted(hashed) == sorted({one.num_tokens for one in index._sessions.values()})
     finish(scheduler, waiting)
     assert len(hashed) == len(set(hashed)) and index.counters.misses["diverged"] == before + 1
+
+
+def test_requests_that_wait_for_memory_look_for_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often other sessions come and go, and only longer sessions are looked up."""
+    scheduler = in_folder(tmp_path)
+    index = index_of(scheduler)
+    chats = [ask(scheduler, [n, *PROMPT]) for n in range(4)]
+    waiting = [add(scheduler, [*history, 7, 8]) for history in chats]
+    found = list(index._sessions.values())
+    index.note(Report(written=[one.id for one in found]))
+    for one in found:
+        index._set_memory(one)
+    index.memory_bytes = found[0].num_bytes - 1
+    calls = Counter[str]()
+    leaving, digests = index._leaving, Prefixes.digests
+
+    def looked_up(prefixes: Prefixes, lengths: list[int]) -> dict[int, str]:
+        calls["lengths"] += len(lengths)
+        return digests(prefixes, lengths)
+
+    monkeypatch.setattr(index, "_leaving", lambda: calls.update(leaving=1) or leaving())
+    monkeypatch.setattr(Prefixes, "digests", looked_up)
+    assert not any(scheduler.sessions.may_start(one, 0) for one in waiting)
+    assert calls == {"leaving": 1, "lengths": 4} and [len(one.waiting) for one in found] == [1] * 4
+    for _ in range(3):
+        index.version += 1
+        assert not any(scheduler.sessions.may_start(one, 0) for one in waiting)
+    assert calls == {"leaving": 1, "lengths": 4}
+    index.memory_bytes += 1
+    index.forget(found[0])
+    assert scheduler.sessions.may_start(waiting[0], 0), "it has no session any more"
+    assert not any(scheduler.sessions.may_start(one, 0) for one in waiting[1:])
+    assert [one.reading for one in found[1:]] == [True, False, False]
+    scheduler.shutdown()
+
+
+def test_a_longer_session_that_comes_while_a_request_waits(tmp_path: Path) -> None:
+    """The request leaves the shorter one, and takes it again when the longer one has gone."""
+    scheduler = in_folder(tmp_path)
+    index, ours = index_of(scheduler), scheduler.sessions
+    history = ask(scheduler, PROMPT)
+    (first,) = index._sessions.values()
+    index.note(Report(written=[first.id]))
+    index._set_memory(first)
+    one = add(scheduler, [*history, 7, 8])
+    assert not ours.may_start(one, 0) and first.reading and first.waiting == {one.request_id}
+    context, tokens = ours.context(one, len(history) + 1), [*history, 7]
+    longer = index.keep(context, tokens, 10, (1,), time.time())
+    assert longer is not None and not ours.may_start(one, 0)
+    assert longer.waiting == {one.request_id} and not first.waiting
+    index.forget(longer)
+    assert not ours.may_start(one, 0) and first.waiting == {one.request_id}
+    index.note(Report(read={first.id: 0.1}))
+    assert ours.may_start(one, 0) and ours.tokens_of(one) == first.num_tokens
+    scheduler.shutdown()
 
 
 # --- prompt states --------------------------------------------------------------------------------

@@ -581,9 +581,13 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         elif action == 2 and (found := index.find("c", [*tokens, 1], 3, now)):
             if index.ready(found, f"r{which}"):
                 index.restore(found, f"r{which}", (1,), "memory", now)
+            elif not found.reading:
+                wait = [one for one in index._sessions.values() if one.waiting]
+                room = 20 - sum(one.num_bytes for one in wait if one.in_memory)
+                assert max(one.num_bytes for one in wait if not one.in_memory) > room
         elif action == 3:
             for one in index._sessions.values():
-                one.waiting.discard(f"r{which}")
+                index.leave(one, f"r{which}")
         elif action == 4:
             index.release("n")
         report = Report()
@@ -620,9 +624,83 @@ def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -
         assert index.used["disk"] == sum(held[i].num_bytes for i in disk) <= 25
         assert index.held == {"memory": len(memory), "disk": len(disk)}
         assert not {i for i, s in held.items() if s.reading or s.writing}
+        assert not index.unsettled and not index._unfinished
         lengths = [n for counter in index._lengths.values() for n in counter.elements()]
         assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
         assert all(s.names == ["n"] for s in index._by_name.values())
+
+
+CROWD = 50
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch) -> tuple[SessionIndex, list[Session], Counter[str]]:
+    """An index of 1,000 sessions whose memory is full of those of waiting requests.
+
+    Returns:
+        The index, the sessions in memory before those on disk, and how often room was looked for.
+    """
+    index, calls = SessionIndex(memory_bytes=1000, disk_bytes=10**6), Counter[str]()
+    inside = [keep(index, [n]) for n in range(100)]
+    written(index)
+    for n in range(100, 1000):
+        assert index.adopt(Session("c", token_digests_of([n]), 1, 10))
+    found = list(index._sessions.values())
+    assert [one.id for one in found[:100]] == inside and index.used["memory"] == 1000
+    assert all(index.ready(one, "started") for one in found[:100])
+    leaving = index._leaving
+    monkeypatch.setattr(index, "_leaving", lambda: calls.update(looked=1) or leaving())
+    return index, found, calls
+
+
+def test_requests_that_wait_look_for_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search takes all sessions, and finds nothing new as long as nothing has changed."""
+    index, found, calls = crowded(monkeypatch)
+    for _ in range(2):
+        assert not any(index.ready(found[100 + n], f"r{n}") for n in range(CROWD))
+    assert calls["looked"] == 1 and not any(one.reading for one in found)
+
+
+@pytest.mark.parametrize("change", ["left", "started", "forgotten", "written", "read"])
+def test_what_makes_room_lets_a_request_look_again(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, found, calls = crowded(monkeypatch)
+    first, waits = found[0], found[100]
+    if change == "written":
+        index._set_disk(first, writing=True)
+        index.leave(first, "started")
+    elif change == "read":
+        index._set_memory(first, reading=True)
+        index.leave(first, "started")
+    assert not index.ready(waits, "r") and not index.ready(found[101], "s")
+    assert calls["looked"] == 1
+    if change == "left":
+        index.leave(first, "started")
+    elif change == "started":
+        index.restore(first, "started", (1,), "memory", 0)
+    elif change == "forgotten":
+        index.forget(first)
+    elif change == "written":
+        index.note(Report(written=[first.id]))
+    else:
+        index.note(Report(read={first.id: 0.1}))
+    assert not index.ready(waits, "r") and waits.reading and not first.in_memory
+    assert index.used["memory"] == 1000
+    assert not index.ready(found[101], "s") and not found[101].reading
+
+
+def test_a_large_session_goes_before_small_ones() -> None:
+    """Until its request has left, small ones do not take the room that comes free."""
+    index = SessionIndex(memory_bytes=100, disk_bytes=10**6)
+    inside = [keep(index, [n]) for n in range(9)]
+    sessions = [session_of(index, [n]) for n in range(9)]
+    assert inside and all(index.ready(one, "started") for one in sessions)
+    large, small = (Session("c", token_digests_of([n]), 1, n) for n in (30, 10))
+    assert index.adopt(large) and index.adopt(small)
+    assert not index.ready(large, "l") and not index.ready(small, "s")
+    assert not large.reading and not small.reading
+    index.leave(large, "l")
+    assert not index.ready(small, "s") and small.reading
 
 
 def test_names_that_a_file_must_hold() -> None:
@@ -690,6 +768,50 @@ def test_a_name_follows_the_file() -> None:
     assert index.names() == {"chat": first}
     written(index)
     assert index.names() == {"chat": second} and index.names_version > version
+
+
+def test_a_name_of_a_turn_without_a_file_is_the_turns_before() -> None:
+    """Its file is complete later than the name has moved on; the next turn has no room on disk."""
+    index = SessionIndex(1000, disk_bytes=15)
+    first = keep(index, [1, 2], name="chat")
+    second = keep(index, [1, 2, 3], name="chat", before=first)
+    version = index.names_version
+    assert index.names() == {"chat": second} and index.unsettled
+    index.note(Report(written=[first]))
+    assert index.names() == {"chat": first} and index.names_version > version
+    assert not index.unsettled
+    third = index.keep("c", [1, 2, 3, 4], 10, (1,), 0, name="chat", before=second)
+    assert third is not None and not third.writing and index.unsettled, "its copy may fail"
+    index.note(Report(unsaved=[third.id]))
+    assert index.names() == {"chat": first} and not index.unsettled
+
+
+@pytest.mark.parametrize("end", ["written", "unwritten", "unsaved", "dropped", "replaced"])
+def test_reports_that_names_wait_for(end: str) -> None:
+    """All of them come, also of sessions that are gone: a wait would never end."""
+    index = SessionIndex(1000, disk_bytes=1000)
+    assert not index.unsettled
+    kept = index.keep("c", [1, 2], 10, pages=(1,), now=0, name="chat")
+    assert kept is not None and index.unsettled
+    if end == "replaced":
+        kept.unusable = True
+        again = index.keep("c", [1, 2], 10, pages=(1,), now=0)
+        assert again is not None and again is not kept and again.id == kept.id
+        index.note(Report(saved=[kept.id], stamps={kept.id: kept.stamp}))
+        assert index.unsettled, "that was the first one's"
+        kept, end = again, "written"
+    if end == "dropped":
+        index.forget(kept)
+        keep(index, [3], name="other")
+        written(index)
+    elif end == "unsaved":
+        index.note(Report(unsaved=[kept.id]))
+    else:
+        index.note(Report(saved=[kept.id]))
+        assert index.unsettled
+        done = [kept.id]
+        index.note(Report(written=done) if end == "written" else Report(unwritten=done))
+    assert not index.unsettled and index._unfinished == 0
 
 
 def test_a_file_is_under_several_names() -> None:

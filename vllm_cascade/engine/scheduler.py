@@ -525,8 +525,8 @@ class _StrideAligned(_Base):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def has_requests(self) -> bool:
-        """Whether the engine takes a step; also one in which workers only drop states."""
-        pending = self.sessions is not None and self.sessions.index.pending
+        """Whether the engine takes a step; also one without requests, for states and sessions."""
+        pending = self.sessions is not None and self.sessions.pending
         return super().has_requests() or pending or self._drops_units()
 
     def _drops_units(self) -> bool:

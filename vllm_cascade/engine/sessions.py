@@ -66,6 +66,12 @@ MOST_WAITED, SLOWEST_READ = 30, 10_000_000
 Then it reads its prompt, or starts from a shorter session in memory.
 """
 
+MOST_SILENT = 300
+"""Seconds without a report after which an idle engine no longer waits for sessions' files.
+
+Writes that fail are reported; a disk may also hang.
+"""
+
 
 def _arguments(request: Request) -> dict[str, Any]:
     return (request.sampling_params and request.sampling_params.extra_args) or {}
@@ -135,6 +141,8 @@ class SchedulerSessions:
         self._slow: set[str] = set()  # requests that have waited long enough
         self._tiers: dict[str, str] = {}  # where these sessions were
         self.origins: dict[str, Origin] = {}  # of running requests
+        self._heard = 0.0  # when workers last got a command or reported, in monotonic seconds
+        self._world = config.parallel_config.world_size
         path = settings.folder(config.parallel_config.data_parallel_index)
         self.folder = None if path is None else Folder(path)
         self._keeper = started(1, "kv-sessions-folder")
@@ -329,13 +337,7 @@ class SchedulerSessions:
         covered = self._covered.get(name)
         uncovered = covered is not None and known < covered.num_tokens  # the snapshot has left
         if uncovered or self._searched.get(name) != self.index.version:
-            self._leave(name)
-            session, may_wait = self._find(request), name not in self._slow
-            if session is not None and session.num_tokens <= known:
-                self._covered[name] = session
-            elif session is not None and (may_wait or session.in_memory):
-                self._found[name] = session
-            self._searched[name] = self.index.version
+            self._search(request, known)
         if name not in self._found:
             return True
         if self.index.ready(self._found[name], name):
@@ -343,6 +345,20 @@ class SchedulerSessions:
             return True
         self._tiers[name] = "memory" if self._found[name].saving else "disk"
         return self._is_slow(name) and self.may_start(request, known)
+
+    def _search(self, request: Request, known: int) -> None:
+        """Look for a request's session. One that is found again is not left meanwhile."""
+        name, session = request.request_id, self._find(request)
+        covered = session is not None and session.num_tokens <= known
+        may_wait = name not in self._slow or (session is not None and session.in_memory)
+        found = session if may_wait and not covered else None
+        if found is None or found is not self._found.get(name):
+            self._leave(name)
+        if session is not None and covered:
+            self._covered[name] = session
+        elif found is not None:
+            self._found[name] = found
+        self._searched[name] = self.index.version
 
     def _is_slow(self, request_id: str) -> bool:
         """Whether a request has waited too long for its session's file, which it then leaves.
@@ -361,15 +377,18 @@ class SchedulerSessions:
         return True
 
     def _find(self, request: Request) -> Session | None:
+        """The longest session of a prompt. After an earlier result, only longer ones are sought."""
         if request.skip_reading_prefix_cache:
             return None
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
-        prompt, now = self._prompt_of(request), time.time()
-        found = [
-            self.index.find(context, prompt, min(most, longest), now)
-            for context, most in self._contexts(request).items()
-        ]
-        return max(filter(None, found), key=lambda one: one.num_tokens, default=None)
+        prompt, now, contexts = self._prompt_of(request), time.time(), self._contexts(request)
+        best = self._found.get(request.request_id)
+        if best is not None and (best.context not in contexts or not self.index.usable(best, now)):
+            best = None
+        for context, most in contexts.items():
+            beyond = 0 if best is None else best.num_tokens
+            best = self.index.find(context, prompt, min(most, longest), now, beyond) or best
+        return best
 
     def _prompt_of(self, request: Request) -> Prefixes:
         """A waiting request's prompt, which is looked for whenever sessions come or go."""
@@ -382,7 +401,7 @@ class SchedulerSessions:
         self._covered.pop(request_id, None)
         session = self._found.pop(request_id, None)
         if session is not None:
-            session.waiting.discard(request_id)
+            self.index.leave(session, request_id)
 
     def _forget(self, request_id: str) -> None:
         """Forget a request that no longer waits."""
@@ -507,6 +526,15 @@ class SchedulerSessions:
 
     # --- workers ----------------------------------------------------------------------------------
 
+    @property
+    def pending(self) -> bool:
+        """Whether the engine takes a step for sessions: with commands, or for workers' reports.
+
+        An idle engine hears of no file, and the names in the folder would stay on earlier turns.
+        """
+        waits = self._names is not None and self.index.unsettled
+        return self.index.pending or (waits and time.monotonic() - self._heard < MOST_SILENT)
+
     def take_commands(self) -> tuple[Command, ...]:
         if self._names is not None:
             self._names.keep()
@@ -516,6 +544,8 @@ class SchedulerSessions:
             (others if foreign else ours).append(command)
         if others:
             submit(self._keeper, self._remove_foreign, [command.id for command in others])
+        if ours:
+            self._heard = time.monotonic()
         return tuple(ours)
 
     def _remove_foreign(self, ids: Sequence[str]) -> None:
@@ -529,8 +559,12 @@ class SchedulerSessions:
                 self.folder.remove([*gone.files, *unused])
 
     def note(self, report: Report | None) -> None:
-        if report is not None:
-            self.index.note(report, time.time())
+        if report is None:
+            return
+        self._heard = time.monotonic()
+        self.index.note(report, time.time())
+        if self._names is not None:  # perhaps no step follows
+            self._names.keep()
 
     def report(self) -> SessionStats:
         """Levels now, and what was counted since the last report."""
@@ -550,8 +584,12 @@ class SchedulerSessions:
         )
 
     def close(self) -> None:
-        if self._names is not None:
+        """Write the last names, and stop the threads. Workers have closed: they report no more."""
+        folder = self.folder
+        if self._names is not None and folder is not None:
+            complete = [one.id for one in self.index.writing() if folder.has(one, self._world)]
+            self.index.note(Report(written=complete))
             self._names.close()
         self._keeper.shutdown()
-        if self.folder is not None:
-            self.folder.close()
+        if folder is not None:
+            folder.close()

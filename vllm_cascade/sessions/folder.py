@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.session import Session
 from vllm_cascade.sessions.settings import ENGINE_FOLDER
 
 DAMAGED, MOST_DAMAGED = "damaged", 1 << 30
@@ -179,6 +180,15 @@ class Folder:
                     reason = error.reason if isinstance(error, files.Unusable) else "io"
                     bad += [Bad(name, str(error), reason) for name in names]
         return sorted(entries, key=lambda entry: entry.used), bad
+
+    def has(self, session: Session, world: int) -> bool:
+        """Whether the files of all ranks of a session are complete."""
+        names = [files.file_name(session.id, rank, world) for rank in range(world)]
+        try:
+            headers = [files.read_header(self.path / name) for name in names]
+        except files.Unusable:
+            return False
+        return all(header.get("stamp") == session.stamp for header in headers)
 
     def _is_gone(self, name: str) -> bool:
         """Whether there is no such file. What cannot be looked up counts as there."""

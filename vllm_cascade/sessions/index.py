@@ -103,6 +103,9 @@ class SessionIndex:
         self._commands: list[Command] = []
         self._said = False  # that pins were lost
         self._was_full = -inf  # when a file could not be written for lack of room
+        self._unfinished = 0  # copies to memory and files that workers have not reported
+        self._moves = 0  # changes whenever more memory may be freed
+        self._crowded = -1  # ``_moves`` when a waiting request found no room in memory
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -120,6 +123,22 @@ class SessionIndex:
         """Whether a session that was found earlier is still there."""
         return self._sessions.get(session.id) is session
 
+    def usable(self, session: Session, now: float) -> bool:
+        """Whether requests may start from a session."""
+        return self.has(session) and not session.unusable and session.rests_until <= now
+
+    def writing(self) -> list[Session]:
+        """Sessions whose files workers have not reported as complete."""
+        return [one for one in self._sessions.values() if one.writing]
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a report of workers may change what ``names`` returns.
+
+        Also one of a session without a name: a later turn may leave its name to that one's file.
+        """
+        return bool(self._by_name) and self._unfinished > 0
+
     def names(self) -> dict[str, str]:
         """Ids of the pinned sessions by name, as a restart shall find them.
 
@@ -135,18 +154,26 @@ class SessionIndex:
     # --- search ---------------------------------------------------------------------------------
 
     def find(
-        self, context: str, tokens: Sequence[int] | Prefixes, max_tokens: int, now: float
+        self,
+        context: str,
+        tokens: Sequence[int] | Prefixes,
+        max_tokens: int,
+        now: float,
+        beyond: int = 0,
     ) -> Session | None:
-        """Find the session with the longest prefix of ``tokens``, of at most ``max_tokens``."""
+        """Find the session with the longest prefix of ``tokens``, of at most ``max_tokens``.
+
+        Args:
+            beyond: only longer prefixes are looked up.
+        """
         self.expire(now)
-        lengths = sorted(n for n in self._lengths.get(context, ()) if n <= max_tokens)
+        lengths = sorted(n for n in self._lengths.get(context, ()) if beyond < n <= max_tokens)
         if not lengths:
             return None
         prefixes = tokens if isinstance(tokens, Prefixes) else Prefixes(tokens)
         prefixes.digests(lengths)
         known = (self._sessions.get(prefixes.session_at(context, n)) for n in reversed(lengths))
-        usable = (one for one in known if one is not None and not one.unusable)
-        return next((one for one in usable if one.rests_until <= now), None)
+        return next((one for one in known if one is not None and self.usable(one, now)), None)
 
     def diverges(self, context: str, tokens: Sequence[int] | Prefixes) -> bool:
         """Whether a prompt that no session serves goes on after the prompt of one, differently."""
@@ -171,15 +198,26 @@ class SessionIndex:
         """Whether a request may start from a session now; if not, it waits for the file.
 
         Calls the session up from disk. While the request waits, its session is not dropped.
+
+        When one request finds no room, none looks for it until a session can have left: a search
+        takes all sessions, and small ones would overtake a large one.
         """
         session.waiting.add(request_id)
         if session.in_memory:
             return True
-        busy = session.reading or session.saving
-        if not busy and self._make_room(session.num_bytes, also_pinned=True):
+        if session.reading or session.saving or self._crowded == self._moves:
+            return False
+        if self._make_room(session.num_bytes, also_pinned=True):
             self._set_memory(session, reading=True)
             self._command("read", session, header={**self.header, "stamp": session.stamp})
+        else:
+            self._crowded = self._moves
         return False
+
+    def leave(self, session: Session, request_id: str) -> None:
+        """Note that a request does not wait for a session any more."""
+        session.waiting.discard(request_id)
+        self._moves += 1
 
     def restore(
         self, session: Session, request_id: str, pages: Sequence[int], tier: str, now: float
@@ -191,7 +229,7 @@ class SessionIndex:
             tier: where the session was when the request found it; counted.
         """
         self._command("restore", session, pages=tuple(pages))
-        session.waiting.discard(request_id)
+        self.leave(session, request_id)
         self.go_on(session, now)
         self.counters.hits[tier] += 1
         self.counters.hit_tokens += session.num_tokens
@@ -399,7 +437,8 @@ class SessionIndex:
         for id_ in report.written:
             if (session := self._reported(report, id_)) and session.writing:
                 self._set_disk(session, on_disk=True)
-                self.names_version += bool(session.names)
+                # A later turn without a file leaves its name to this one, see ``_durable``.
+                self.names_version += bool(session.names or session.continued)
         for id_ in report.unwritten:
             self.counters.lost["unwritten"] += 1
             if (session := self._reported(report, id_)) and session.writing:
@@ -551,12 +590,16 @@ class SessionIndex:
         after = in_memory or reading or saving
         self.used["memory"] += (after - before) * session.num_bytes
         self.held["memory"] += in_memory - session.in_memory
+        self._unfinished += saving - session.saving
+        self._moves += 1
         session.in_memory, session.reading, session.saving = in_memory, reading, saving
 
     def _set_disk(self, session: Session, on_disk: bool = False, writing: bool = False) -> None:
         before, after = session.on_disk or session.writing, on_disk or writing
         self.used["disk"] += (after - before) * session.num_bytes
         self.held["disk"] += on_disk - session.on_disk
+        self._unfinished += writing - session.writing
+        self._moves += 1
         session.on_disk, session.writing = on_disk, writing
 
     def _leaving(self) -> list[Session]:
