@@ -124,6 +124,17 @@ def test_a_table_has_room_for_every_request(
     assert more or block_size > 16 or "kv_recall" in asked or "kv_policy" in asked
 
 
+@pytest.mark.parametrize("drafts", [0, 16])
+def test_a_table_has_room_for_vllms_warm_up(drafts: int) -> None:
+    """Of one decode step and six of verified drafts, whatever the policy may keep."""
+    own = spec(16, name="sink", budget=48, num_sinks=4, drafts=drafts)
+    config: Any = SimpleNamespace(use_v2_model_runner=True)
+    tokens = 4 * drafts + 7
+    assert tokens > own.policy.capacity or not drafts
+    assert own.table_slots(config) >= tokens
+    assert (own.table_slots(config) == own.most_pages * 16) == (not drafts)
+
+
 def test_registered_beside_vllms_own() -> None:
     assert KVCacheSpecRegistry.get_manager_class(spec()) is KVPolicyManager
     assert KVCacheSpecRegistry.get_manager_class(full()) is FullAttentionManager

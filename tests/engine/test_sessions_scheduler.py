@@ -18,6 +18,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
@@ -324,6 +325,9 @@ def test_an_idle_engine_hears_of_a_named_turns_file(fails: bool, tmp_path: Path)
     first = next(iter(index._by_name.values()))
     finish_step(scheduler, scheduler.schedule())
     assert first.writing and scheduler.has_requests() and not scheduler.has_unfinished_requests()
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert not scheduler.has_requests(), "a pause waits for no file: it may remove all sessions"
+    scheduler.set_pause_state(PauseState.UNPAUSED)
     scheduler.sessions.note(Report(written=[first.id]))
     assert not scheduler.has_requests()
     ask(scheduler, [*history, 7], kv_session="chat")

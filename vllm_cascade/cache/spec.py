@@ -115,8 +115,6 @@ class KVPolicySpec(AttentionSpec):
 
     # vLLM must not share pages that a later token overwrites, and our backend finds its own slots.
     prefix_cacheable = uses_slot_mapping = False  # pyright: ignore
-    # Our kernels read block tables of any width. Wider ones take more working memory.
-    block_table_token_alignment = None  # pyright: ignore
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +149,15 @@ class KVPolicySpec(AttentionSpec):
         """Schedule and slots per page of each kind of window."""
         kinds = (kind for kind in self.kinds if kind.window is not None)
         return tuple((compiled(kind.policy), kind.slots) for kind in kinds)
+
+    @property
+    def block_table_token_alignment(self) -> int | None:
+        """Tokens to whose multiple vLLM rounds up the width of its block tables; None: it does not.
+
+        Our kernels read tables of any width, and wider ones take more working memory. But with
+        drafts vLLM's warm-up gives a request pages for a few tokens per draft, whatever its bound.
+        """
+        return super().block_table_token_alignment if self.drafts else None
 
     @property
     def page_slots(self) -> int:
@@ -238,10 +245,12 @@ class KVPolicySpec(AttentionSpec):
 
     def table_slots(self, vllm_config: VllmConfig) -> int:
         """Slots of the pages that a row of vLLM's block tables has room for."""
-        pages, size = self.most_pages, self.block_size
-        if not vllm_config.use_v2_model_runner:
-            pages = get_block_table_width(pages, size)  # V1 does not ask for the alignment
-        return pages * self.page_slots
+        pages, size, alignment = self.most_pages, self.block_size, self.block_table_token_alignment
+        if vllm_config.use_v2_model_runner:
+            width = get_block_table_width(pages, size, token_alignment=alignment)
+        else:
+            width = get_block_table_width(pages, size)
+        return width * self.page_slots
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Pages of any request of ``max_len`` tokens, whatever policy it sets.

@@ -19,6 +19,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -526,7 +527,8 @@ class _StrideAligned(_Base):
 
     def has_requests(self) -> bool:
         """Whether the engine takes a step; also one without requests, for states and sessions."""
-        pending = self.sessions is not None and self.sessions.pending
+        is_paused = self.pause_state != PauseState.UNPAUSED
+        pending = self.sessions is not None and self.sessions.pending(is_paused)
         return super().has_requests() or pending or self._drops_units()
 
     def _drops_units(self) -> bool:

@@ -526,13 +526,16 @@ class SchedulerSessions:
 
     # --- workers ----------------------------------------------------------------------------------
 
-    @property
-    def pending(self) -> bool:
+    def pending(self, is_paused: bool) -> bool:
         """Whether the engine takes a step for sessions: with commands, or for workers' reports.
 
         An idle engine hears of no file, and the names in the folder would stay on earlier turns.
+
+        Args:
+            is_paused: whether a pause is asked for. It waits until the engine is idle, and then
+                drops all sessions unless it keeps caches, so it does not wait for their files.
         """
-        waits = self._names is not None and self.index.unsettled
+        waits = self._names is not None and self.index.unsettled and not is_paused
         return self.index.pending or (waits and time.monotonic() - self._heard < MOST_SILENT)
 
     def take_commands(self) -> tuple[Command, ...]:
