@@ -372,10 +372,11 @@ def as_k2_horizon(config: Config) -> Config:
 
 
 def as_muse_glimmer(config: Config) -> Config:
-    """As vLLM's own class of configurations takes it: layers without a base are listed."""
-    own = {key: value for key, value in config.items() if key != "layer_rope_theta"}
-    listed = [int(base > 0) for base in config["layer_rope_theta"]]
-    return {**own, "model_type": "muse_glimmer_text", "no_rope_layers": listed}
+    """As transformers writes it, with a base for each layer.
+
+    vLLM 0.32 does not read bases. By its own default, too, the last layer does not rotate.
+    """
+    return {**config, "model_type": "muse_glimmer_text"}
 
 
 def as_step3(config: Config) -> Config:
