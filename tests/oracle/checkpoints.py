@@ -431,6 +431,21 @@ def as_step3p5(config: Config) -> Config:
     }
 
 
+def as_telechat2(config: Config) -> Config:
+    """Without rotary parameters: they are vLLM's defaults."""
+    same = ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")
+    same += ("max_position_embeddings",)
+    return {
+        "model_type": "telechat",
+        **{key: config[key] for key in same},
+        "n_layer": config["num_hidden_layers"],
+        "n_head": config["num_attention_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "tie_word_embeddings": False,
+    }
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a checkpoint of an architecture stores what a model of transformers' has.
@@ -462,7 +477,7 @@ LAYOUTS: dict[str, Layout] = {
     "SarvamMoEForCausalLM": Layout(bailing),
     "Step3TextForCausalLM": Layout(step3, as_step3),
     "Step3p5ForCausalLM": Layout(step3p5, as_step3p5),
-    "TeleChat2ForCausalLM": Layout(telechat2, absent=r"(q|k|v|gate|up)_proj\.bias"),
+    "TeleChat2ForCausalLM": Layout(telechat2, as_telechat2, r"(q|k|v|gate|up)_proj\.bias"),
 }
 
 

@@ -358,10 +358,6 @@ OWN_MODULES: dict[str, Family] = {
         num_key_value_heads=4,
         attention_bias=True,
         mlp_bias=True,
-        n_layer=2,
-        n_head=4,
-        ffn_hidden_size=96,
-        layer_norm_epsilon=1e-6,
     ),
     "rnj1": full(
         "gemma3_text",

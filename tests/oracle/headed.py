@@ -98,10 +98,18 @@ class K2HorizonConfig(PreTrainedConfig):
     model_type = "k2_horizon"
 
 
+class TeleChatConfig(PreTrainedConfig):
+    """Checkpoints bring code for it."""
+
+    model_type = "telechat"
+    attribute_map = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
+
 def register() -> None:
     """Let transformers find these classes by their configurations."""
     kinds = (LoopCoder, MuseGlimmerText, Step3p7Text, Step3Text)
-    for config in (K2HorizonConfig, *(kind.config_class for kind in kinds)):
+    own = (K2HorizonConfig, TeleChatConfig)
+    for config in (*own, *(kind.config_class for kind in kinds)):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for kind in kinds:
         AutoModelForCausalLM.register(kind.config_class, kind, exist_ok=True)
