@@ -379,6 +379,17 @@ def as_muse_glimmer(config: Config) -> Config:
     return {**config, "model_type": "muse_glimmer_text"}
 
 
+def as_sarvam_mla(config: Config) -> Config:
+    """The size of heads is that of cached rows, and rotary parameters are named as vLLM's."""
+    rope = {key: value for key, value in config["rope_parameters"].items() if key != "truncate"}
+    return {
+        **config,
+        "model_type": "sarvam_mla",
+        "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        "rope_parameters": {**rope, "rope_type": "deepseek_yarn"},
+    }
+
+
 def as_step3(config: Config) -> Config:
     """As vLLM's own class of configurations takes it."""
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -474,6 +485,7 @@ LAYOUTS: dict[str, Layout] = {
     "MuseGlimmerForCausalLM": Layout(muse_glimmer, as_muse_glimmer),
     "MistralLarge3ForCausalLM": Layout(mistral_large),
     "Plamo3ForCausalLM": Layout(plamo3),
+    "SarvamMLAForCausalLM": Layout(dict, as_sarvam_mla),
     "SarvamMoEForCausalLM": Layout(bailing),
     "Step3TextForCausalLM": Layout(step3, as_step3),
     "Step3p5ForCausalLM": Layout(step3p5, as_step3p5),

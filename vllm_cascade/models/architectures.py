@@ -107,6 +107,9 @@ LEARNED = ("gpt2", "gpt_bigcode", "opt")
 SCALED_BY_POSITION = ("moondream3_text",)
 """Models whose cached values have a factor that depends on the token's position."""
 
+LATENT = ("sarvam_mla",)
+"""Models with multi-head latent attention that vLLM's list of their types leaves out."""
+
 BOTH_WAYS = ("hrm_text",)
 """Models whose prompts attend in both directions."""
 
