@@ -11,7 +11,13 @@ import pytest
 import torch
 import vllm
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cohere2Config, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cohere2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+)
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
@@ -104,6 +110,34 @@ def test_eagle_heads_follow_the_rule_of_their_type() -> None:
     assert [is_unrotated(wrapped, n, windowed=n == 0) for n in range(2)] == [False, True]
     llama = EAGLEConfig(LlamaConfig(architectures=["LlamaForCausalLM"]), model_type="eagle")
     assert not is_unrotated(llama, 0, windowed=False)
+
+
+def test_eagle_heads_of_llama4_have_the_list_of_their_own() -> None:
+    """vLLM numbers their layers from the model's depth on, and pads the wrapping list only."""
+    head = Llama4TextConfig(num_hidden_layers=1, no_rope_layers=[1], moe_layers=[])
+    head.architectures = ["Llama4ForCausalLM"]
+    wrapped = EAGLEConfig(head, model_type="eagle")
+    wrapped.no_rope_layers = [0] * 48 + wrapped.no_rope_layers  # as in vLLM's llama4_eagle.py
+    assert not may_be_unrotated(wrapped)
+    assert [is_unrotated(wrapped, index, windowed=False) for index in (47, 48)] == [True, False]
+    new = LlamaConfig(architectures=["LlamaForCausalLM"], no_rope_layers=[1, 0])
+    assert may_be_unrotated(EAGLEConfig(new, model_type="eagle"))
+
+
+def test_muse_glimmer_has_bases_or_a_list() -> None:
+    """Bases in transformers' configuration, which vLLM 0.33 takes; a list in vLLM 0.32's own."""
+    from transformers.models.muse_glimmer import modeling_muse_glimmer as muse
+
+    own = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    for bases in ([10000.0, 0], [0, 10000.0]):
+        config = muse.MuseGlimmerTextConfig(**{**COMMON, **own, "layer_rope_theta": bases})
+        model = muse.MuseGlimmerTextModel(config).eval()
+        zero, far = keys_at(model, 0), keys_at(model, 9)
+        unmoved = [torch.equal(zero[index], far[index]) for index in range(2)]
+        found = [is_unrotated(config, index, windowed=False) for index in range(2)]
+        assert found == unmoved == [base == 0 for base in bases]
+    listed = SimpleNamespace(model_type="muse_glimmer_text", no_rope_layers=[0, 1])
+    assert [is_unrotated(listed, index, windowed=False) for index in range(2)] == [True, False]
 
 
 def test_types_of_layers_without_rotary_parameters() -> None:

@@ -372,10 +372,22 @@ def as_k2_horizon(config: Config) -> Config:
 
 
 def as_muse_glimmer(config: Config) -> Config:
-    """As vLLM's own class of configurations takes it: layers without a base are listed."""
-    own = {key: value for key, value in config.items() if key != "layer_rope_theta"}
-    listed = [int(base > 0) for base in config["layer_rope_theta"]]
-    return {**own, "model_type": "muse_glimmer_text", "no_rope_layers": listed}
+    """As transformers writes it, with a base for each layer.
+
+    vLLM 0.32 does not read bases. By its own default, too, the last layer does not rotate.
+    """
+    return {**config, "model_type": "muse_glimmer_text"}
+
+
+def as_sarvam_mla(config: Config) -> Config:
+    """The size of heads is that of cached rows, and rotary parameters are named as vLLM's."""
+    rope = {key: value for key, value in config["rope_parameters"].items() if key != "truncate"}
+    return {
+        **config,
+        "model_type": "sarvam_mla",
+        "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        "rope_parameters": {**rope, "rope_type": "deepseek_yarn"},
+    }
 
 
 def as_step3(config: Config) -> Config:
@@ -430,6 +442,21 @@ def as_step3p5(config: Config) -> Config:
     }
 
 
+def as_telechat2(config: Config) -> Config:
+    """Without rotary parameters: they are vLLM's defaults."""
+    same = ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")
+    same += ("max_position_embeddings",)
+    return {
+        "model_type": "telechat",
+        **{key: config[key] for key in same},
+        "n_layer": config["num_hidden_layers"],
+        "n_head": config["num_attention_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "tie_word_embeddings": False,
+    }
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a checkpoint of an architecture stores what a model of transformers' has.
@@ -458,10 +485,11 @@ LAYOUTS: dict[str, Layout] = {
     "MuseGlimmerForCausalLM": Layout(muse_glimmer, as_muse_glimmer),
     "MistralLarge3ForCausalLM": Layout(mistral_large),
     "Plamo3ForCausalLM": Layout(plamo3),
+    "SarvamMLAForCausalLM": Layout(dict, as_sarvam_mla),
     "SarvamMoEForCausalLM": Layout(bailing),
     "Step3TextForCausalLM": Layout(step3, as_step3),
     "Step3p5ForCausalLM": Layout(step3p5, as_step3p5),
-    "TeleChat2ForCausalLM": Layout(telechat2, absent=r"(q|k|v|gate|up)_proj\.bias"),
+    "TeleChat2ForCausalLM": Layout(telechat2, as_telechat2, r"(q|k|v|gate|up)_proj\.bias"),
 }
 
 

@@ -36,6 +36,7 @@ ALPHA = {
     "rope_parameters": {**PLAIN, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0},
 }
 HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+DEEPSEEK_YARN = {**YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 
 def partly(share: float) -> dict[str, Any]:
@@ -248,7 +249,7 @@ OWN_MODULES: dict[str, Family] = {
         "deepseek_v3",
         topk_method="noaux_tc",
         scoring_func="sigmoid",
-        rope_parameters={**YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.7},
+        rope_parameters=DEEPSEEK_YARN,
     ),
     "glm4-moe-lite": latent(
         "glm4_moe_lite",
@@ -333,6 +334,7 @@ OWN_MODULES: dict[str, Family] = {
     "sarvam-mla": latent(
         "deepseek_v3",
         architecture="SarvamMLAForCausalLM",
+        rope_parameters=DEEPSEEK_YARN,
         q_lora_rank=None,
         num_experts=4,
         num_shared_experts=1,
@@ -358,10 +360,6 @@ OWN_MODULES: dict[str, Family] = {
         num_key_value_heads=4,
         attention_bias=True,
         mlp_bias=True,
-        n_layer=2,
-        n_head=4,
-        ffn_hidden_size=96,
-        layer_norm_epsilon=1e-6,
     ),
     "rnj1": full(
         "gemma3_text",

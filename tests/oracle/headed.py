@@ -6,7 +6,7 @@ Text models that are parts of models for images get a head here; vLLM runs them 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -98,10 +98,27 @@ class K2HorizonConfig(PreTrainedConfig):
     model_type = "k2_horizon"
 
 
+class SarvamConfig(PreTrainedConfig):
+    """Checkpoints bring code for it."""
+
+    model_type = "sarvam_mla"
+
+
+class TeleChatConfig(PreTrainedConfig):
+    """Checkpoints bring code for it."""
+
+    model_type = "telechat"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    }
+
+
 def register() -> None:
     """Let transformers find these classes by their configurations."""
     kinds = (LoopCoder, MuseGlimmerText, Step3p7Text, Step3Text)
-    for config in (K2HorizonConfig, *(kind.config_class for kind in kinds)):
+    own = (K2HorizonConfig, SarvamConfig, TeleChatConfig)
+    for config in (*own, *(kind.config_class for kind in kinds)):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for kind in kinds:
         AutoModelForCausalLM.register(kind.config_class, kind, exist_ok=True)

@@ -12,7 +12,7 @@ from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.recall_memory import log_token_ids, shortage, with_defaults
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
-from vllm_cascade.models.architectures import learns_positions
+from vllm_cascade.models.architectures import LATENT, learns_positions
 from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
@@ -44,6 +44,9 @@ def apply_policy(
         KVPolicyError: a setting cannot work; names the setting and the fix.
     """
     device, cache = this_device(), config.cache_config
+    if config.model_config.hf_text_config.model_type in LATENT:
+        # vLLM's layers are latent whatever this flag says; backends and shapes go by it.
+        config.model_config.model_arch_config.is_deepseek_mla = True
     if _is_fp8_by_default(config):
         cache.cache_dtype = "fp8"
     if device.page_tokens is not None and not cache.user_specified_block_size:

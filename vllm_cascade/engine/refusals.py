@@ -84,6 +84,7 @@ def _no_movable_positions(config: VllmConfig) -> bool:
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
         and not hasattr(hf, "original_rope")  # ChatGLM's, true or false
+        and hf.model_type != "telechat"  # vLLM rotates TeleChat2 by default
     )
 
 

@@ -20,9 +20,14 @@ Takes the text model's configuration, the layer's index and whether the layer ha
 """
 
 
-def _flagged(key: str) -> Unrotated:
-    """A list in the configuration, one entry per layer, has 0 for NoPE layers."""
-    return lambda config, index, windowed: not getattr(config, key)[index]
+def _flagged(*keys: str) -> Unrotated:
+    """A list in the configuration, one entry per layer, has 0 for NoPE layers.
+
+    The first of ``keys`` that the configuration has names the list.
+    """
+    return lambda config, index, windowed: (
+        not next(getattr(config, key) for key in keys if hasattr(config, key))[index]
+    )
 
 
 def _unless_listed(config: Any, index: int, windowed: bool) -> bool:
@@ -79,7 +84,7 @@ UNROTATED: dict[str, Unrotated] = {
     "granitemoehybrid": _unless_asked,
     "jamba": _always,
     "llama4_text": _flagged("no_rope_layers"),
-    "muse_glimmer_text": _flagged("no_rope_layers"),
+    "muse_glimmer_text": _flagged("no_rope_layers", "layer_rope_theta"),  # vLLM 0.32, vLLM 0.33
     "nemotron_h": _always,
     "nemotron_h_puzzle": _always,
     "smollm3": _flagged("no_rope_layers"),
@@ -102,6 +107,9 @@ LEARNED = ("gpt2", "gpt_bigcode", "opt")
 SCALED_BY_POSITION = ("moondream3_text",)
 """Models whose cached values have a factor that depends on the token's position."""
 
+LATENT = ("sarvam_mla",)
+"""Models with multi-head latent attention that vLLM's list of their types leaves out."""
+
 BOTH_WAYS = ("hrm_text",)
 """Models whose prompts attend in both directions."""
 
@@ -116,7 +124,12 @@ They do unless vLLM reorders the channels in the weights, which it does if these
 
 
 def _kind(config: Any) -> str:
-    return getattr(config, "model_type", "")
+    """The model's type.
+
+    vLLM wraps the configuration of an EAGLE head, and copies its other values to the wrapper.
+    """
+    kind = getattr(config, "model_type", "")
+    return _kind(config.model) if kind == "eagle" else kind
 
 
 def learns_positions(config: Any) -> bool:
@@ -184,12 +197,8 @@ def may_be_unrotated(config: Any) -> bool:
 
 
 def is_unrotated(config: Any, index: int, windowed: bool) -> bool:
-    """Whether the model's rule makes this layer NoPE.
-
-    vLLM wraps the configuration of an EAGLE head, whose layers follow the rule of its own type.
-    """
-    inner = config.model if _kind(config) == "eagle" else config
-    rule = UNROTATED.get(_kind(inner))
+    """Whether the model's rule makes this layer NoPE."""
+    rule = UNROTATED.get(_kind(config))
     return rule is not None and rule(config, index, windowed)
 
 

@@ -35,7 +35,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 SUPPORTED_ROPE_TYPES = (
     *("default", "linear", "llama3", "longrope", "proportional", "yarn"),
-    "dynamic with alpha",
+    *("deepseek_yarn", "dynamic with alpha"),
 )
 
 
