@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine recalls units unless told otherwise, and says why where it does not."""
 
+import json
 import pickle
 from copy import copy
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.conftest import MODEL
 from tests.engine.cuda_backend import use_cuda_backend
 from tests.engine.pool import EnginePool
 from tests.engine.test_metrics import metrics
+from tests.engine.test_refusals import GEMMA4
 from vllm_cascade.cli import main
 from vllm_cascade.engine import certify, configure, recall_memory
 from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
@@ -172,6 +174,27 @@ def test_requests_shorter_than_a_unit(given: dict[str, float]) -> None:
     memory = recall_memory.open_memory(shape, policy, config)
     recall_memory.log_memory(memory, policy, config)
     assert memory.need(compiled(policy), RECALL_UNIT - 1) == 0 < memory.capacity
+
+
+@pytest.mark.parametrize(
+    ("changed", "layers", "heads", "channels"),
+    [
+        ({"attention_k_eq_v": False}, 2, 2, 64),
+        ({"attention_k_eq_v": False, "num_kv_shared_layers": 2}, 1, 2, 64),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, 2, 1, 64),
+        ({"attention_k_eq_v": False, "head_dim": 128}, 2, 2, 64),
+        ({"sliding_window": 1024}, 4, 2, 64),  # windows that no stream is longer than
+    ],
+    ids=["E2B's heads", "E4B", "12B", "long heads with windows", "no windows"],
+)
+def test_layers_without_windows_decide(
+    changed: dict[str, Any], layers: int, heads: int, channels: int, tmp_path: Path
+) -> None:
+    """Of four layers of Gemma 4, every other one has a window. Only those without recall."""
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, **changed}))
+    config = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+    shape, _ = recall_memory._shape_of_config(config, resolve({"name": "sink", "recall": 8}))
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_size) == (layers, heads, channels)
 
 
 def test_a_pool_and_sessions_leave_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,28 @@ LATENT = {
 }
 
 
+GEMMA4 = {
+    **LLAMA,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+}
+"""Layers with windows and without, which may differ in their heads."""
+
+
 def rope(**parameters: Any) -> dict[str, Any]:
     return {**LLAMA, "rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
@@ -256,14 +278,6 @@ FAKED: dict[str, tuple[Any, str]] = {
             parallel_config=SimpleNamespace(tensor_parallel_size=4),
         ),
         "--tensor-parallel-size must divide",
-    ),
-    "recall of odd head sizes": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(
-                get_head_size=lambda: 64, hf_text_config=SimpleNamespace(global_head_dim=50)
-            )
-        ),
-        "--kv-recall 0",
     ),
     "recalled latents in 8 bits": (
         SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
@@ -516,6 +530,7 @@ def all_on_cuda() -> set[str]:
 
 def test_the_list_is_complete() -> None:
     tested = set(SETTINGS) | set(MODELS) | set(FAKED) | all_on_cuda() | ENVIRONMENT
+    tested.add(ODD_HEADS)
     assert tested == {entry.name for device in DEVICES.values() for entry in device.refusals}
 
 
@@ -605,7 +620,6 @@ def test_refused_configuration(name: str) -> None:
         },
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
         "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
-        "recall of odd head sizes": {"name": "sink", "recall": 8},
         "recall of several shapes": {"name": "sink", "recall": 8},
         "recalled latents in 8 bits": {"name": "sink", "recall": 2, "recall_rows": "int8"},
     }
@@ -685,6 +699,7 @@ def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
         assert backend.supports_kv_cache_dtype(cache_dtype)
 
 
+ODD_HEADS = "recall of odd head sizes"
 BLOCKS = [{"attention": {"n_heads_in_group": size, "no_op": False}} for size in (2, 4)]
 """DeciLM's layers."""
 
@@ -693,9 +708,10 @@ BLOCKS = [{"attention": {"n_heads_in_group": size, "no_op": False}} for size in 
     ("changed", "reason"),
     [
         ({"head_dim": 50}, "no multiple of 4"),  # four channels are multiplied at once
+        ({**GEMMA4, "head_dim": 64, "global_head_dim": 50}, "no multiple of 4"),
         ({"num_hidden_layers": 2, "block_configs": BLOCKS}, "numbers of KV heads (DeciLM)"),
     ],
-    ids=["odd head sizes", "layers of several shapes"],
+    ids=["odd head sizes", "odd head sizes without windows", "layers of several shapes"],
 )
 def test_models_that_run_without_recall(
     changed: dict[str, Any],
@@ -786,22 +802,18 @@ def test_rules_of_kept_prompts_must_fit() -> None:
 @pytest.mark.parametrize(
     ("model", "fits"),
     [
-        ({"size": 128}, 8_388_544),  # of units of 64, those below 2^31 / 256
-        ({"size": 128, "other_size": 512}, 2_097_088),  # Gemma 4's layers without windows
-        ({"size": 576, "use_mla": True}, 3_728_256),  # latent rows
+        ({**LLAMA, "head_dim": 128}, 8_388_544),  # of units of 64, those below 2^31 / 256
+        ({**GEMMA4, "head_dim": 128, "global_head_dim": 512}, 2_097_088),
+        ({**LATENT, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 3_728_256),
     ],
+    ids=["one size", "long heads without windows", "latent rows"],
 )
-def test_rows_that_offsets_reach(model: dict[str, Any], fits: int) -> None:
+def test_rows_that_offsets_reach(model: dict[str, Any], fits: int, tmp_path: Path) -> None:
     """Layers with the longest rows decide. Only budgets in units can be as large."""
     refusal = refusal_of(OFFSETS_ON_CUDA, "cuda")
     assert "--kv-budget" in refusal.message and "8,388,608" in refusal.message
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            get_head_size=lambda: model["size"],
-            hf_text_config=SimpleNamespace(global_head_dim=model.get("other_size")),
-            use_mla=model.get("use_mla", False),
-        )
-    )
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
     for sinks in (0, 64):
         for tokens in (2048, fits, fits + 64):
             own = {"unit": 64, "num_sinks": sinks, "budget": tokens - sinks - 64}
@@ -908,23 +920,7 @@ def test_a_backend_that_vllm_has_chosen_is_not_refused(
     given: dict[str, Any], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It chooses one for Gemma 4 on cards without FlashAttention 4."""
-    model = AutoConfig.for_model(
-        "gemma4_text",
-        architectures=["Gemma4ForCausalLM"],
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=128,
-        max_position_embeddings=1024,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=64,
-        head_dim=32,
-        global_head_dim=64,
-        hidden_size_per_layer_input=0,
-    )
-    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4))
     monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: False)
     stock = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
     assert stock.attention_config.backend.name == "TRITON_ATTN"
@@ -1142,6 +1138,32 @@ def test_a_checkpoints_own_cache_type_is_checked(
         create_with_scheme(tmp_path, policy, **settings)
     made = create_with_scheme(tmp_path, policy, kv_cache_dtype="bfloat16", **settings)
     assert made.cache_config.cache_dtype == "bfloat16"
+
+
+NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "kv_cache_quant_algo": "NVFP4",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("quantised KV cache", "cpu"), ("cache type on CUDA", "cuda")]
+)
+def test_a_checkpoint_that_asks_for_another_type(name: str, device: str, tmp_path: Path) -> None:
+    """``auto`` is then that type; the message names what works."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": NVFP4}))
+    refusal, policy = refusal_of(name, device), resolve({"name": "sink"})
+
+    def config(**settings: Any) -> VllmConfig:
+        return EngineArgs(
+            str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", **settings
+        ).create_engine_config()
+
+    assert config().cache_config.cache_dtype == "nvfp4"
+    assert refusal.applies(config(kv_cache_dtype="auto"), policy)
+    assert re.search(r"auto \((to )?a 16-bit model's dtype if its checkpoint", refusal.message)
+    assert not refusal.applies(config(kv_cache_dtype="bfloat16"), policy)
 
 
 def test_recall_counts_a_checkpoints_own_cache_type(tmp_path: Path) -> None:

@@ -164,7 +164,10 @@ def test_two_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_padded_as_in_a_graph(method: str, engine_pool: EnginePool, tmp_path: Path) -> None:
-    """A drafting model's CUDA graphs run batches that are padded, in vLLM's buffers."""
+    """A drafting model's CUDA graphs run batches that are padded, in vLLM's buffers.
+
+    Some padded batches run without a graph, as where another data-parallel engine has none.
+    """
     policy, calls = {"prefill_stride": 8, **CASCADE}, []
 
     def start(policy: dict[str, Any], drafts: int, model: Path, **kwargs: Any) -> Any:
@@ -177,9 +180,10 @@ def test_padded_as_in_a_graph(method: str, engine_pool: EnginePool, tmp_path: Pa
         def forward(**inputs: Any) -> Any:
             mode = get_forward_context().cudagraph_runtime_mode
             num = len(inputs["input_ids"])
-            calls.append((mode, num))
-            if mode == CUDAGraphMode.PIECEWISE:
-                assert num % 8 == 0 and inputs["positions"].shape == (num,)
+            calls.append((mode, num <= 40))
+            assert inputs["positions"].shape == (num,)
+            if num <= 40:
+                assert num % 8 == 0
                 for name in {"input_ids", "hidden_states"} & set(inputs):
                     assert inputs[name].data_ptr() == getattr(drafting, name).data_ptr()
             return run(**inputs)
@@ -187,7 +191,8 @@ def test_padded_as_in_a_graph(method: str, engine_pool: EnginePool, tmp_path: Pa
         def pad(num: int, **_: Any) -> tuple[CUDAGraphMode, int, None]:
             if num > 40:
                 return CUDAGraphMode.NONE, num, None
-            return CUDAGraphMode.PIECEWISE, -(-num // 8) * 8, None
+            mode = CUDAGraphMode.NONE if num % 2 else CUDAGraphMode.PIECEWISE
+            return mode, -(-num // 8) * 8, None
 
         drafting.model.forward, drafting._determine_batch_execution_and_padding = forward, pad
         return llm
@@ -195,6 +200,6 @@ def test_padded_as_in_a_graph(method: str, engine_pool: EnginePool, tmp_path: Pa
     # Of the text with seed 1, rounding decides between two tokens of h2o with almost one score.
     sizes = {"num_prompt": 50, "num": 28, "max_model_len": 512}
     check_drafts(method, policy, start, tmp_path, seed=2, **sizes)
-    modes = {mode for mode, _ in calls}
-    assert modes == {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} and len(calls) > 50
+    none, graph = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE
+    assert set(calls) == {(none, False), (none, True), (graph, True)} and len(calls) > 40
     engine_pool.close()

@@ -274,8 +274,9 @@ class CUDA(Device):
                     *CODES,
                 )
             ),
-            "--kv-cache-dtype must be auto or an 8-bit type with --kv-policy on CUDA: the kernels "
-            "read keys and values in the model's own type or in 8 bits",
+            "--kv-cache-dtype must be auto (a 16-bit model's dtype if its checkpoint has keys and "
+            "values in another type) or an 8-bit type with --kv-policy on CUDA: the kernels read "
+            "keys and values in the model's own type or in 8 bits",
         ),
         Refusal(
             "recall of long units on CUDA",
@@ -376,9 +377,11 @@ def _lacks_cpu_kernel(config: VllmConfig) -> bool:
     return _model_type(config) in WITHOUT_CPU_KERNEL or any(name in KIMI_DELTA for name in names)
 
 
-def _head_sizes(model: ModelConfig) -> tuple[int, int]:
-    """Channels of heads; 0 where layers without windows have no other number of them."""
-    return model.get_head_size(), getattr(model.hf_text_config, "global_head_dim", None) or 0
+def _head_sizes(model: ModelConfig) -> set[int]:
+    """Channels of the heads of all layers, with windows and without."""
+    arch = model.model_arch_config
+    layers = range(arch.total_num_hidden_layers)
+    return {arch.head_size, *(arch[layer].head_size for layer in layers)}
 
 
 def _row_size(model: ModelConfig) -> int:

@@ -145,7 +145,8 @@ class BoundedProposer(BoundedDrafter, _Base):
         num = len(token_ids)
         mode, padded, everywhere = self._determine_batch_execution_and_padding(num)
         inputs = self.inputs_of(token_ids, hidden, images)
-        if mode != CUDAGraphMode.NONE:
+        # A batch that was padded for a graph stays so if another engine's batch has none.
+        if mode != CUDAGraphMode.NONE or padded > num:
             inputs = self._in_buffers(inputs, padded)
         if self.eplb_state is not None:
             self.eplb_state.prepare_forward(self.draft_model_config, num)

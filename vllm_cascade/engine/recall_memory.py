@@ -165,21 +165,25 @@ def _shape_of_config(config: VllmConfig, policy: Policy) -> tuple[UnitShape, boo
     """Shape of a rank's units in all layers, before the model exists.
 
     Returns:
-        The shape, and whether it is exact. Otherwise it is at least as large: beside layers with
-        windows, those without may have other heads.
+        The shape, and whether it is exact. Otherwise it is at least as large: of layers that
+        differ, it has the most heads and the longest.
     """
     model, parallel = config.model_config, config.parallel_config
     text, dtype = model.hf_text_config, config.cache_config.cache_dtype
     kinds = getattr(text, "layer_types", None) or ()
-    whole = sum(kind in UNLIMITED or _sees_all(text, kind) for kind in kinds)
-    heads = model.get_num_kv_heads(parallel)
-    other = getattr(text, "num_global_key_value_heads", None) or 0
-    size = max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0)
+    kinds_of_owners = kinds[: len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)]
+    whole = [
+        layer
+        for layer, kind in enumerate(kinds_of_owners)
+        if kind in UNLIMITED or _sees_all(text, kind)
+    ]
+    arch = model.model_arch_config
+    layers = [arch[layer] for layer in whole] or [arch]
     shape = shape_of_units(
         policy,
-        whole or model.get_total_num_hidden_layers(),
-        max(heads, other // parallel.tensor_parallel_size),
-        size,
+        len(whole) or model.get_total_num_hidden_layers(),
+        max(model.get_num_kv_heads(parallel, layer) for layer in layers),
+        max(layer.head_size for layer in layers),
         kv_cache_dtype_str_to_dtype(dtype, model),
         dtype.endswith("per_token_head"),
         model.use_mla,

@@ -344,7 +344,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "quantised KV cache",
         lambda config, _: config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES),
-        f"--kv-cache-dtype has an unsupported type; set it to auto or to one of {', '.join(CODES)}",
+        "--kv-cache-dtype has an unsupported type; set it to auto (to a 16-bit model's dtype if "
+        f"its checkpoint has keys and values in another type) or to one of {', '.join(CODES)}",
     ),
     Refusal(
         "layers that are not quantised",
