@@ -510,7 +510,7 @@ def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
 
 
 def all_on_cuda() -> set[str]:
-    alone = {RULES_ON_CUDA, OLD_CARDS, OFFSETS_ON_CUDA}
+    alone = {RULES_ON_CUDA, OLD_CARDS, OFFSETS_ON_CUDA, LONG_HEADS}
     return {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, *alone}
 
 
@@ -753,6 +753,7 @@ def test_recall_on_cuda_needs_nothing_else() -> None:
 RULES_ON_CUDA = "rules of kept prompts on CUDA"
 OLD_CARDS = "old cards"
 OFFSETS_ON_CUDA = "cached tokens on CUDA"
+LONG_HEADS = "long heads on CUDA"
 
 
 @pytest.mark.parametrize(
@@ -908,6 +909,22 @@ def test_a_backend_that_vllm_has_chosen_is_not_refused(
     given: dict[str, Any], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It chooses one for Gemma 4 on cards without FlashAttention 4."""
+    write_gemma4(tmp_path, head_dim=32, global_head_dim=64)
+    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: False)
+    stock = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+    assert stock.attention_config.backend.name == "TRITON_ATTN"
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(CUDA, "stock_worker", DEVICES["cpu"].stock_worker)  # this machine's
+    if refused:
+        with pytest.raises(KVPolicyError, match=r"--attention-backend, .* remove one of the two"):
+            create(tmp_path, **given)
+    else:
+        assert create(tmp_path, **given).attention_config.backend.name == "CUSTOM"
+
+
+def write_gemma4(folder: Path, **heads: int) -> None:
+    """A configuration of two layers, whose heads differ."""
     model = AutoConfig.for_model(
         "gemma4_text",
         architectures=["Gemma4ForCausalLM"],
@@ -920,22 +937,39 @@ def test_a_backend_that_vllm_has_chosen_is_not_refused(
         max_position_embeddings=1024,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=64,
-        head_dim=32,
-        global_head_dim=64,
         hidden_size_per_layer_input=0,
+        **heads,
     )
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: False)
-    stock = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
-    assert stock.attention_config.backend.name == "TRITON_ATTN"
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(CUDA, "stock_worker", DEVICES["cpu"].stock_worker)  # this machine's
-    if refused:
-        with pytest.raises(KVPolicyError, match=r"--attention-backend, .* remove one of the two"):
-            create(tmp_path, **given)
-    else:
-        assert create(tmp_path, **given).attention_config.backend.name == "CUSTOM"
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("heads", "refused"),
+    [
+        ({"head_dim": 256, "global_head_dim": 512}, False),
+        ({"head_dim": 256, "global_head_dim": 520}, True),
+        ({"head_dim": 520, "global_head_dim": 256}, True),
+    ],
+)
+def test_heads_without_a_kernel_on_cuda(
+    heads: dict[str, int], refused: bool, tmp_path: Path
+) -> None:
+    """Those of any layer count; vLLM's check of the backend agrees. CPUs take all."""
+    write_gemma4(tmp_path, **heads)
+    config = create(tmp_path)
+    refusal = refusal_of(LONG_HEADS, "cuda")
+    assert refusal.applies(config, resolve({"name": "cascade"})) is refused
+    assert "more than 512 channels" in refusal.message
+    assert all(map(CUDAKVPolicyBackend.supports_head_size, heads.values())) is not refused
+
+
+def test_latent_rows_are_no_long_heads(tmp_path: Path) -> None:
+    """DeepSeek's have 576 channels."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(LATENT | sizes))
+    config = create(tmp_path)
+    assert config.model_config.get_head_size() == 576
+    assert not refusal_of(LONG_HEADS, "cuda").applies(config, resolve({"name": "cascade"}))
 
 
 @pytest.mark.parametrize(("importance", "warned"), [("attention", False), ("cluster", True)])
