@@ -54,6 +54,11 @@ def sharing(head_size: int, group: int, latent: int | None) -> int:
     return next(group // size for size in range(most, 0, -1) if group % size == 0)
 
 
+def fills_memory(head_size: int, latent: int | None) -> bool:
+    """Whether shared memory holds only half of the keys or queries that it holds of other rows."""
+    return head_size > (LONG if latent is None else 512)
+
+
 def capability(device: torch.device) -> int:
     """10 * major + minor of a CUDA device, 0 elsewhere."""
     if device.type != "cuda":
@@ -92,8 +97,8 @@ def attend_config(
         shared = Config(tile=32, warps=8, stages=2)
         if head_size > 512:
             shared = Config(tile=16, warps=8, stages=3)
-        full = head_size > (LONG if latent is None else 512)  # tiles fill shared memory
-        alone = Config(tile=16, warps=4, stages=1 if full else 2 if long else 3)
+        stages = 1 if fills_memory(head_size, latent) else 2 if long else 3
+        alone = Config(tile=16, warps=4, stages=stages)
         return shared if several else alone, 1
     heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if long else 2)
     return Config(tile=16, warps=heads, stages=2), heads
