@@ -72,7 +72,7 @@ SPILLED = {
     ("judge", "units of 4"): 8,
     ("choose", "units of 4"): 16,
     ("attend_units", "stored as"): 40,
-    ("attend_units", " x 512"): 96,
+    ("attend_units", " x 512"): 104,
     ("attend_units", " x 512, float16, stored as int8"): 128,
     ("write_chunks", "stored as"): 8,
     ("insert_strides", " x 576, latents of 512"): 72,
