@@ -72,8 +72,9 @@ SPILLED = {
     ("judge", "units of 4"): 8,
     ("choose", "units of 4"): 16,
     ("attend_units", "stored as"): 40,
-    ("attend_units", " x 512"): 104,
-    ("attend_units", " x 512, float16, stored as int8"): 128,
+    ("attend_units", " x 512"): 112,
+    ("attend_units", " x 512, float16, stored as"): 152,
+    ("attend_units", " x 512, bfloat16, stored as"): 152,
     ("write_chunks", "stored as"): 8,
     ("insert_strides", " x 576, latents of 512"): 72,
 }
