@@ -76,3 +76,6 @@ MOST_UNIT = 128
 
 MOST_RULES = 1024
 """Maximum further rules of a request's own policy in the table of rules on CUDA."""
+
+LONGEST_HEAD = 512
+"""Maximum channels of a head in CUDA's kernels, but for latent rows."""

@@ -282,18 +282,18 @@ class DecodeAttention:
         group, unit = num_queries // num_heads, layer.unit
         self._page, self._unit, self._keeps = layer.page, unit, keep_logits
         self.value_size = layer.value_size
-        # Of latent rows, few channels turn.
-        self.turns_queries = unit % TURNED == 0 and layer.latent is None
+        shared = sharing(head_size, group, layer.latent)
+        # Of latent rows, few channels turn; of many long queries, turned ones fit no registers.
+        self.turns_queries = unit % TURNED == 0 and layer.latent is None and shared == 1
         common = {**layer.pages, **layer.turning, **layer.logits, "PAGE": layer.page}
         if self.turns_queries:
             self._programs = num_heads
             own = {"NUM_HEADS": num_heads, "KEEP_MASSES": keep_logits}
             self._launch = units_launcher(new, group, **common, **own)
             return
-        shared = sharing(group, layer.latent)
         group, num_heads = group // shared, num_heads * shared
         alone = max(layer.num_sets, shared)  # programs that share a KV head have one each
-        config, heads = attend_config(new, head_size, group, num_heads, alone)
+        config, heads = attend_config(new, head_size, group, num_heads, alone, layer.latent)
         self._programs = num_heads // heads
         self._launch = Launcher(
             _attend,

@@ -244,7 +244,7 @@ def _attend_units(
 def units_launcher(dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
     """Create one layer's launcher; ``fixed``: the other constant arguments, as
     ``attend.DecodeAttention`` passes them."""
-    config = units_config(dtype, fixed["HEAD"], group)
+    config = units_config(dtype, fixed["HEAD"], group, fixed["CODE"] is not None)
     return Launcher(
         _attend_units,
         **fixed,

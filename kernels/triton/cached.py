@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .configs import LONG
 from .stored import Codes, codes_arguments
 from .tiles import check_pages, head_size_of
 
@@ -83,6 +84,12 @@ class CachedLayer:
     def rows(self) -> dict[str, int]:
         """Channels of a row's value, and of a row."""
         return {"VALUE": self.value_size, "ROW": self._width}
+
+    def copied(self, most: int) -> int:
+        """Rows per tile that is copied to pages: ``most``, or fewer of long heads."""
+        if self.latent is not None or self.head_size <= LONG:
+            return most
+        return most // self.kv.dtype.itemsize
 
     @property
     def turning(self) -> dict[str, Any]:

@@ -314,7 +314,7 @@ class ChunkWrite:
             NUM_HEADS=self._num_heads,
             PAGE=layer.page,
             RENUMBER=RENUMBERED,
-            COPY=ENCODED if coded else COPIED,
+            COPY=ENCODED if coded else layer.copied(COPIED),
             num_warps=WARPS,
         )
 

@@ -36,15 +36,27 @@ ENOUGH = 15 / 16
 """Share of busy multiprocessors from which splitting a stride gains nothing."""
 
 
-SHARING = 16
-"""Most query heads of a program in decode where all heads share a latent row, which are many."""
+LONG = 256
+"""Channels above which a head with a key and a value of its own, which is no latent row, has tiles
+of its own: registers hold fewer of its rows and queries."""
 
 
-def sharing(group: int, latent: int | None) -> int:
-    """Programs that share a KV head in decode; more than one for latent rows only."""
-    if latent is None:
+SHARING, LONG_SHARING = 16, 8
+"""Most query heads of a program in decode where all heads share a latent row, which are many; and
+of long heads."""
+
+
+def sharing(head_size: int, group: int, latent: int | None) -> int:
+    """Programs that share a KV head in decode; more than one for latent rows and long heads."""
+    if latent is None and head_size <= LONG:
         return 1
-    return next(group // size for size in range(SHARING, 0, -1) if group % size == 0)
+    most = LONG_SHARING if latent is None else SHARING
+    return next(group // size for size in range(most, 0, -1) if group % size == 0)
+
+
+def fills_memory(head_size: int, latent: int | None) -> bool:
+    """Whether shared memory holds only half of the keys or queries that it holds of other rows."""
+    return head_size > (LONG if latent is None else 512)
 
 
 def capability(device: torch.device) -> int:
@@ -68,6 +80,7 @@ def attend_config(
     group: int,
     num_heads: int,
     num_sets: int,
+    latent: int | None = None,
 ) -> tuple[Config, int]:
     """Decode of single tokens, of units smaller than ``TURNED``, and of latent rows.
 
@@ -84,18 +97,26 @@ def attend_config(
         shared = Config(tile=32, warps=8, stages=2)
         if head_size > 512:
             shared = Config(tile=16, warps=8, stages=3)
-        alone = Config(tile=16, warps=4, stages=1 if head_size > 512 else 2 if long else 3)
+        stages = 1 if fills_memory(head_size, latent) else 2 if long else 3
+        alone = Config(tile=16, warps=4, stages=stages)
         return shared if several else alone, 1
     heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if long else 2)
     return Config(tile=16, warps=heads, stages=2), heads
 
 
-def units_config(dtype: torch.dtype, head_size: int, group: int) -> Config:
+def units_config(dtype: torch.dtype, head_size: int, group: int, coded: bool) -> Config:
     """Decode of units of at least ``TURNED`` tokens: ``TURNED`` keys per iteration, by one warp.
 
     A tensor-core tile has 8 columns for query heads. With more query heads, longer heads or fp32,
     the accumulated values are spread over more warps so that they stay in registers.
+
+    Args:
+        coded: rows are stored in 8 bits, and decoding long ones takes fewer registers in 4 warps.
     """
+    if head_size > LONG:
+        if dtype.itemsize == 4:
+            return Config(tile=TURNED, warps=4, stages=1)
+        return Config(tile=TURNED, warps=4 if coded else 8, stages=3)
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size) // 1024
     warps = 4 if dtype.itemsize == 4 else max(1, min(wide, 8))
     return Config(tile=TURNED, warps=warps, stages=3)

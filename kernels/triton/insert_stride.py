@@ -332,7 +332,7 @@ class StrideInsertion:
             REDUCTION=reduction,
             PAGE=layer.rank.shape[2],
             TILE=1024,
-            ROWS=COPIED if layer.stored is None else ENCODED,
+            ROWS=ENCODED if layer.stored else layer.copied(COPIED),
             num_warps=8,
             maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
         )

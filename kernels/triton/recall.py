@@ -373,7 +373,7 @@ class Judge:
             "head_size": head_size,
         }
         spans = triton.cdiv(capacity, span)
-        most = MOST_QUERIES if head_size <= 512 else MOST_QUERIES // 2  # by shared memory
+        most = MOST_QUERIES // 2 if configs.fills_memory(head_size, layer.latent) else MOST_QUERIES
         queries = min(most, max(16, triton.next_power_of_2(group * most_asking)))
         units, room = tile_of_units(unit)
         warps = warps_of(queries, units * room)

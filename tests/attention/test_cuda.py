@@ -796,8 +796,8 @@ def test_vllm_finds_and_accepts_the_backend() -> None:
         assert AttentionBackendEnum.CUSTOM.get_class() is CUDAKVPolicyBackend
     finally:
         device.slot.clear_override()
-    reasons = refused(CUDAKVPolicyBackend, (64, 80, 96, 128, 256, 512), of_windows=True)
-    assert reasons.pop(512) == ["head_size not supported"]
+    reasons = refused(CUDAKVPolicyBackend, (64, 80, 96, 128, 256, 512, 520), of_windows=True)
+    assert reasons.pop(520) == ["head_size not supported"]
     assert not any(reasons.values()), reasons
     assert CUDAKVPolicyBackend.get_preferred_block_size(16) == 16
 

@@ -91,6 +91,7 @@ STORED = {
 }
 NEIGHBOURS = replace(SHAPE, is_neox=False)
 UNROTATED = replace(SHAPE, rotary_dim=0)
+LONG = replace(SHAPE, num_heads=8, head_size=512)
 CODED = replace(SHAPE, num_heads=4, num_kv_heads=2, cache_dtype="int8_per_token_head")
 OTHER_SHAPES = {
     "window": ("sink", WINDOWED),
@@ -109,6 +110,9 @@ OTHER_SHAPES = {
     "coded-chunks": ("cascade", replace(CODED, window=9, chunked=True)),
     "coded-units": ("units", CODED),
     "coded-recall": ("recall", replace(CODED, cache_dtype="fp8_per_token_head")),
+    "long": ("cascade", LONG),
+    "long-units": ("units", LONG),
+    "long-recall": ("recall", LONG),
     "neighbours": ("cascade", NEIGHBOURS),
     "neighbours-sink": ("sink", NEIGHBOURS),
     "neighbours-units": ("units", NEIGHBOURS),
@@ -118,7 +122,7 @@ OTHER_SHAPES = {
 }
 """``window``: a layer with one, and ``chunks``: one whose queries see their own chunk, beside those
 that run ``sink``. ``stored``: latent rows in 8 bits; ``coded``: other rows in 8 bits.
-``neighbours``: channels ``2i`` and ``2i + 1`` rotate together."""
+``long``: heads as Gemma 4's. ``neighbours``: channels ``2i`` and ``2i + 1`` rotate together."""
 
 
 PARTS = {"name": "h2o", "budget": 28, "num_sinks": 2, "prefill_stride": 8}

@@ -524,7 +524,7 @@ def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
 
 
 def all_on_cuda() -> set[str]:
-    alone = {RULES_ON_CUDA, OLD_CARDS, OFFSETS_ON_CUDA}
+    alone = {RULES_ON_CUDA, OLD_CARDS, OFFSETS_ON_CUDA, LONG_HEADS}
     return {*ON_CUDA, *RECALL_ON_CUDA, *VARIABLES_ON_CUDA, *alone}
 
 
@@ -769,6 +769,7 @@ def test_recall_on_cuda_needs_nothing_else() -> None:
 RULES_ON_CUDA = "rules of kept prompts on CUDA"
 OLD_CARDS = "old cards"
 OFFSETS_ON_CUDA = "cached tokens on CUDA"
+LONG_HEADS = "long heads on CUDA"
 
 
 @pytest.mark.parametrize(
@@ -932,6 +933,55 @@ def test_a_backend_that_vllm_has_chosen_is_not_refused(
             create(tmp_path, **given)
     else:
         assert create(tmp_path, **given).attention_config.backend.name == "CUSTOM"
+
+
+def write_gemma4(folder: Path, **heads: int) -> None:
+    """A configuration of two layers, whose heads differ."""
+    model = AutoConfig.for_model(
+        "gemma4_text",
+        architectures=["Gemma4ForCausalLM"],
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=128,
+        max_position_embeddings=1024,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
+        hidden_size_per_layer_input=0,
+        **heads,
+    )
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("heads", "refused"),
+    [
+        ({"head_dim": 256, "global_head_dim": 512}, False),
+        ({"head_dim": 256, "global_head_dim": 520}, True),
+        ({"head_dim": 520, "global_head_dim": 256}, True),
+    ],
+)
+def test_heads_without_a_kernel_on_cuda(
+    heads: dict[str, int], refused: bool, tmp_path: Path
+) -> None:
+    """Those of any layer count; vLLM's check of the backend agrees. CPUs take all."""
+    write_gemma4(tmp_path, **heads)
+    config = create(tmp_path)
+    refusal = refusal_of(LONG_HEADS, "cuda")
+    assert refusal.applies(config, resolve({"name": "cascade"})) is refused
+    assert "more than 512 channels" in refusal.message
+    assert all(map(CUDAKVPolicyBackend.supports_head_size, heads.values())) is not refused
+
+
+def test_latent_rows_are_no_long_heads(tmp_path: Path) -> None:
+    """DeepSeek's have 576 channels."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(LATENT | sizes))
+    config = create(tmp_path)
+    assert config.model_config.get_head_size() == 576
+    assert not refusal_of(LONG_HEADS, "cuda").applies(config, resolve({"name": "cascade"}))
 
 
 @pytest.mark.parametrize(("importance", "warned"), [("attention", False), ("cluster", True)])

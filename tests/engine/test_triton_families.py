@@ -6,6 +6,7 @@ each kind of layers. Log-probabilities and kept tokens past the windows and the 
 batch and from a snapshot.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.engine.test_prefix_caching import ask
 from tests.engine.test_quantised import ROUNDED
 from tests.engine.test_units import decode
 from tests.oracle import full_attention
-from tests.oracle.families import FAMILIES, run_family, shallow, write_family
+from tests.oracle.families import FAMILIES, WINDOW, run_family, shallow, write_family
 from tests.oracle.quantised import Quantiser
 
 __all__ = ["experts_in_one_group", "model_of", "written"]  # fixtures
@@ -132,6 +133,23 @@ def check_company(llm: Any) -> None:
         for other in others:
             assert other[1] == single[1]
             np.testing.assert_allclose(other[2], single[2], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cascade", "units"])
+def test_heads_as_gemma_4_has_them(policy: str, engine_pool: EnginePool, tmp_path: Path) -> None:
+    """Heads of 512 channels, eight to a KV head, beside windows with heads of 256."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    family = shallow(FAMILIES["gemma4"])
+    family = replace(family, own=family.own | heads | {"global_head_dim": 512})
+    path, settings = write_family(tmp_path, family), POLICIES[policy]
+    llm = engine(engine_pool, path, {**settings, "trace": True})
+    (shapes,) = llm.collective_rpc("_layer_shapes")
+    found = {(x.num_heads, x.num_kv_heads, x.head_size, x.window) for x in shapes}
+    assert found == {(8, 4, 256, WINDOW), (8, 1, 512, None)}
+    check(llm, path, ("gemma4", family), settings, prompt_len=110, native=False)
+    check_company(llm)
+    engine_pool.close()
 
 
 @pytest.mark.slow

@@ -306,6 +306,37 @@ CODED_UNITS_UNSCORED = (
     replace(CODED, code=torch.int8, unit=8, head_size=64, keep_logits=False),
 )
 """Other rows in 8 bits."""
+LONG = Shape(head_size=512, num_heads=1, group=8, dtype=torch.bfloat16)
+LONG_SHAPES = (
+    LONG,
+    replace(LONG, group=4, num_heads=2, dtype=torch.float16),
+    replace(LONG, group=1, num_heads=8, per_head=True),
+    replace(LONG, group=16),
+    replace(LONG, group=16, unit=16),
+    replace(LONG, unit=4, token=True),
+    replace(LONG, dtype=torch.float32),
+    replace(LONG, code=_E4M3),
+    replace(LONG, code=torch.int8, dtype=torch.float16, row_scales=False),
+)
+LONG_UNITS = (
+    replace(LONG, unit=16),
+    replace(LONG, unit=16, group=4, num_heads=2, dtype=torch.float16),
+    replace(LONG, unit=16, group=1, num_heads=8),
+    replace(LONG, unit=16, dtype=torch.float32),
+    replace(LONG, unit=16, code=_E4M3),
+    replace(LONG, unit=16, code=torch.int8, dtype=torch.float16, row_scales=False),
+)
+LONG_UNSCORED = replace(LONG, keep_logits=False), replace(LONG, code=_E4M3, keep_logits=False)
+LONG_UNITS_UNSCORED = replace(LONG, unit=16, keep_logits=False)
+LONG_RECALL = (
+    replace(LONG, unit=16, recall=8),
+    replace(LONG, unit=16, recall=8, group=16),
+    replace(LONG, unit=4, recall=8, group=4, num_heads=2),
+    replace(LONG, unit=16, recall=8, dtype=torch.float32),
+    replace(LONG, unit=16, recall=8, code=_E4M3),
+)
+LONG_SPLIT = replace(LONG, stride=64, parts=8, only="attend_strides")
+"""Heads of 512 channels, as Gemma 4's layers without windows have them."""
 RECALL_SHAPES = (
     Shape(unit=16, recall=8),
     Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
@@ -337,6 +368,7 @@ DRAFT_SHAPES = (
     Shape(drafts=4, unit=16),
     Shape(drafts=4, block_size=47, pages=22),
     replace(LATENT, drafts=4),
+    replace(LONG, drafts=4),
 )
 """Rows with drafts: few and many, heads that share their tokens and that do not, units."""
 TABLED_RECALL = (

@@ -72,6 +72,9 @@ SPILLED = {
     ("judge", "units of 4"): 8,
     ("choose", "units of 4"): 16,
     ("attend_units", "stored as"): 40,
+    ("attend_units", " x 512"): 112,
+    ("attend_units", " x 512, float16, stored as"): 152,
+    ("attend_units", " x 512, bfloat16, stored as"): 152,
     ("write_chunks", "stored as"): 8,
     ("insert_strides", " x 576, latents of 512"): 72,
 }
@@ -181,6 +184,28 @@ def test_latent_rows_in_8_bits_on_every_gpu() -> None:
     check(compiled(unscored, 80, 86, 89, 90, 100, 120), UNSCORED)
     split = "[replace(LATENT_SPLIT, code=code) for code in (_E4M3, torch.int8)]"
     check(compiled(split, 80, 89, 90), {"attend_strides"})
+
+
+def test_long_heads() -> None:
+    """Decode of heads of 512, which takes most, where a block has 99 KB of shared memory."""
+    shape = '[replace(LONG, unit=16, only="attend_units")]'
+    check(compiled(shape, 89), {"attend_units"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_long_heads_on_every_gpu(capability: int) -> None:
+    check(compiled("LONG_SHAPES", capability))
+    check(compiled("LONG_UNITS", capability), IN_UNITS)
+    check(compiled("LONG_UNSCORED", capability), UNSCORED)
+    check(compiled("[LONG_UNITS_UNSCORED]", capability), IN_UNITS - SCORED)
+    check(compiled("[LONG_SPLIT]", capability), {"attend_strides"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_recall_of_long_heads_on_every_gpu(capability: int) -> None:
+    check(compiled("LONG_RECALL", capability), RECALL)
 
 
 @pytest.mark.slow

@@ -42,6 +42,9 @@ ATTENTION: dict[str, Case] = {
     "size-512": Case(
         head_size=512, num_heads=1, group=2, dtype=BF16, lengths=(17,), strides=(35,),
     ),
+    "size-512-many": Case(
+        head_size=512, num_heads=2, group=12, per_head=True, lengths=(17,), splits=2
+    ),
     "size-256-many": Case(head_size=256, num_heads=1, group=16, lengths=(70,), strides=(5,)),
     "size-256-interleaved": Case(
         head_size=256, num_heads=1, rotary_dim=160, interleaved=True, block_size=8, lengths=(21,),
@@ -74,8 +77,8 @@ ATTENTION: dict[str, Case] = {
     "fp16": Case(**SMALL, group=4, dtype=FP16),
     "bf16": Case(**SMALL, group=1, dtype=BF16, per_head=True),
 }  # fmt: skip
-OF_SPLITS = ("many-parts", "one-split", "more-splits-than-tiles")
-"""Only decode is split as a case says."""
+OF_SPLITS = ("many-parts", "one-split", "more-splits-than-tiles", "size-512-many")
+"""Only decode is split as a case says, and has programs that share a long head."""
 OF_REDUCTIONS = ("max", "median-odd", "median-even", "median-heads", "median-one")
 """Chunks of the stream have no scores to reduce."""
 ONE = {"num_heads": 1, "rotary_dim": 16}
@@ -327,6 +330,9 @@ UNITS: dict[str, Case] = {
         **FEW, group=1, unit=3, block_size=48, newest_stays=False, lengths=(5, 33), strides=(7, 3)
     ),
     "page-mha": Case(**FEW, group=1, unit=16, lengths=(33,), strides=(18,), dtype=FP16),
+    "as-gemma-4": Case(
+        num_heads=1, group=8, head_size=512, unit=16, lengths=(19,), strides=(20,), dtype=BF16
+    ),
 }  # fmt: skip
 
 
@@ -334,6 +340,7 @@ CODED = [
     # every code, with scales of rows and of the layer, for each form of every kernel
     ("gqa-3", "fp8_per_token_head"), ("heads", "int8_per_token_head"), ("gqa-8", "fp8_e5m2"),
     ("size-80", "fp8"), ("size-192", "int8_per_token_head"), ("partial", "fp8_per_token_head"),
+    ("size-512", "fp8_per_token_head"), ("as-gemma-4", "int8_per_token_head"),
     ("partial-interleaved", "fp8"), ("alibi", "int8_per_token_head"), ("sinks", "fp8"),
     ("everything", "fp8_per_token_head"), ("bf16", "int8_per_token_head"),
     ("plain", "int8_per_token_head"), ("odd-pages", "fp8_per_token_head"), ("as-gpt-oss", "fp8"),
@@ -348,7 +355,10 @@ IN_8_BITS: dict[str, Case] = {
 """Ordinary rows in 8 bits."""
 
 
-RARE = ("heads", "16-heads", "gqa-3", "partial", "odd-pages", "sinks", "bf16", "8")
+RARE = (
+    *("heads", "16-heads", "gqa-3", "partial", "odd-pages", "sinks", "bf16", "8"),
+    *("size-512", "as-gemma-4"),
+)
 """Cases of ``IN_8_BITS`` that are slow tests."""
 
 

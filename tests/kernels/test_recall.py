@@ -60,6 +60,10 @@ CASES: dict[str, Case] = {
         num_heads=1, group=16, head_size=576, latent=512, rotary_dim=64, interleaved=True, unit=16,
         lengths=(31,), strides=(19,), dtype=BF16, holes=1,
     ),
+    "as-gemma-4": Case(
+        num_heads=1, group=8, head_size=512, unit=16, lengths=(31,), strides=(19,), dtype=BF16,
+        holes=1,
+    ),
     "as-served": Case(
         num_heads=1, group=4, head_size=128, unit=16, lengths=(79,), strides=(35,), dtype=BF16,
         holes=2,

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_cascade.attention.cuda.rule_room import MOST_BYTES, too_large
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.refusals import REFUSALS, Refusal
-from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
+from vllm_cascade.kernels.columns import LONGEST_HEAD, MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
@@ -265,6 +265,12 @@ class CUDA(Device):
             "decides about the device's; set recall_memory, or unset the variable",
         ),
         Refusal(
+            "long heads on CUDA",
+            lambda config, _: _longest_head(config.model_config) > LONGEST_HEAD,
+            f"the model has attention heads of more than {LONGEST_HEAD} channels, for which there "
+            "are no kernels on CUDA; use --kv-policy full",
+        ),
+        Refusal(
             "cache type on CUDA",
             lambda config, _: (
                 config.cache_config.cache_dtype
@@ -382,6 +388,11 @@ def _head_sizes(model: ModelConfig) -> set[int]:
     arch = model.model_arch_config
     layers = range(arch.total_num_hidden_layers)
     return {arch.head_size, *(arch[layer].head_size for layer in layers)}
+
+
+def _longest_head(model: ModelConfig) -> int:
+    """Channels of the longest heads; 0 for latent rows."""
+    return 0 if model.use_mla else max(_head_sizes(model))
 
 
 def _row_size(model: ModelConfig) -> int:

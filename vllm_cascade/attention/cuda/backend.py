@@ -8,6 +8,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
+from vllm_cascade.kernels.columns import LONGEST_HEAD
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import RecallMemory
@@ -61,7 +62,7 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= 256
+        return head_size % 8 == 0 and head_size <= LONGEST_HEAD
 
 
 class CUDALatentBackend(CUDAKVPolicyBackend):

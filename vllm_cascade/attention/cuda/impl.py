@@ -467,7 +467,8 @@ class TritonKVPolicyImpl(SharingImpl):
     @property
     def _decode_programs(self) -> int:
         """Programs of decode attention per row, KV head or more, and split."""
-        return self.num_kv_heads * sharing(self.num_heads // self.num_kv_heads, self.latent)
+        group = self.num_heads // self.num_kv_heads
+        return self.num_kv_heads * sharing(self.head_size, group, self.latent)
 
     @property
     def row_dtype(self) -> torch.dtype:
