@@ -74,8 +74,8 @@ TAKES_ALL, JUDGED = 1, 2
 MOST_UNIT = 128
 """Maximum tokens per unit in the recall kernels."""
 
-MOST_RULES = 1024
-"""Maximum further rules of a request's own policy in the table of rules on CUDA."""
-
 LONGEST_HEAD = 512
 """Maximum channels of a head in CUDA's kernels, but for latent rows."""
+
+MOST_RULES = 1024
+"""Maximum further rules of a request's own policy in the table of rules on CUDA."""
