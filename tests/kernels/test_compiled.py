@@ -77,6 +77,7 @@ SPILLED = {
     ("attend_units", " x 512, bfloat16, stored as"): 152,
     ("write_chunks", "stored as"): 8,
     ("insert_strides", " x 576, latents of 512"): 72,
+    ("insert_strides", " x 512, float16, stored as int8"): 56,
 }
 """Bytes a thread that a kernel may spill, by words of its label. Decode is two registers short of
 what it needs, and more of them in long heads and in rows in 8 bits; long heads that are shared out
