@@ -283,7 +283,8 @@ class DecodeAttention:
         self._page, self._unit, self._keeps = layer.page, unit, keep_logits
         self.value_size = layer.value_size
         shared = sharing(head_size, group, layer.latent)
-        # Of latent rows, few channels turn; of many long queries, turned ones fit no registers.
+        # Few channels of latent rows rotate. With many long heads, rotated queries do not fit
+        # into registers.
         self.turns_queries = unit % TURNED == 0 and layer.latent is None and shared == 1
         common = {**layer.pages, **layer.turning, **layer.logits, "PAGE": layer.page}
         if self.turns_queries:

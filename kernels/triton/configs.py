@@ -37,13 +37,12 @@ ENOUGH = 15 / 16
 
 
 LONG = 256
-"""Channels above which a head with a key and a value of its own, which is no latent row, has tiles
-of its own: registers hold fewer of its rows and queries."""
+"""Most channels of a head with the usual tiles. Longer ones have smaller tiles, because registers
+hold fewer of their rows and queries. Does not apply to latent rows."""
 
 
 SHARING, LONG_SHARING = 16, 8
-"""Most query heads of a program in decode where all heads share a latent row, which are many; and
-of long heads."""
+"""Most query heads of a decode program: of latent rows, which all heads share; of long heads."""
 
 
 def sharing(head_size: int, group: int, latent: int | None) -> int:
@@ -55,7 +54,7 @@ def sharing(head_size: int, group: int, latent: int | None) -> int:
 
 
 def fills_memory(head_size: int, latent: int | None) -> bool:
-    """Whether shared memory holds only half of the keys or queries that it holds of other rows."""
+    """Whether rows are so long that shared memory holds only half as many keys or queries."""
     return head_size > (LONG if latent is None else 512)
 
 

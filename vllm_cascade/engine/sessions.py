@@ -347,7 +347,7 @@ class SchedulerSessions:
         return self._is_slow(name) and self.may_start(request, known)
 
     def _search(self, request: Request, known: int) -> None:
-        """Look for a request's session. One that is found again is not left meanwhile."""
+        """Look for a request's session; if it is the one that it waits for, it goes on waiting."""
         name, session = request.request_id, self._find(request)
         covered = session is not None and session.num_tokens <= known
         may_wait = name not in self._slow or (session is not None and session.in_memory)
